@@ -1,0 +1,1 @@
+"""The commands of moespeq and its offline stages."""

@@ -1,0 +1,331 @@
+"""The contract between stages: folders finished by a `manifest.json` that is written last."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from runtime.errors import ArtifactError, InputError, StorageError
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+PROGRESS = "progress.json"
+
+M = TypeVar("M")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FileEntry:
+    """Size and digest of one file of an artifact."""
+
+    size_bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileEntry:
+        """Measure a file that is complete."""
+        return cls(path.stat().st_size, sha256_file(path))
+
+
+def sha256_bytes(data: bytes | bytearray | memoryview) -> str:
+    """Hexadecimal SHA-256 of a buffer."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file, read in pieces."""
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write JSON by rename, so that a reader sees the old file or the whole new one."""
+    part = path.with_name(path.name + ".part")
+    with part.open("w", encoding="utf-8") as handle:
+        json.dump(value, handle, indent=2, sort_keys=True, ensure_ascii=False)
+        handle.write("\n")
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(part, path)
+
+
+def read_json(path: Path, what: str) -> Any:
+    """Parse a JSON file.
+
+    Raises:
+        ArtifactError: the file is absent, unreadable or not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ArtifactError(
+            expected=f"{what} at {path}", found="no such file", mend="run the stage that makes it again"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(
+            expected=f"{what} at {path} to be JSON", found=f"{error}", mend="run the stage that makes it again"
+        ) from None
+
+
+def save_manifest(folder: Path, manifest: Any) -> None:
+    """Finish an artifact: write the manifest after all of its data."""
+    body = {"kind": type(manifest).KIND, "format_version": FORMAT_VERSION, **dataclasses.asdict(manifest)}
+    write_json(folder / MANIFEST, body)
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a folder holds a manifest, the mark of a complete artifact."""
+    return (folder / MANIFEST).is_file()
+
+
+def load_manifest(folder: Path, cls: type[M]) -> M:
+    """Read a manifest and check it against its dataclass.
+
+    Raises:
+        ArtifactError: no finished manifest, another kind or version, a field that is missing, unknown or mistyped.
+    """
+    kind = cls.KIND  # type: ignore[attr-defined]
+    mend = f"make the {kind} artifact again with `moespeq {_COMMANDS.get(kind, kind)}`"
+    path = folder / MANIFEST
+    if not path.is_file():
+        found = "no such folder" if not folder.is_dir() else "a folder without a finished manifest"
+        if (folder / PROGRESS).is_file():
+            found = "an unfinished one (progress.json but no manifest.json)"
+            mend = f"repeat the `moespeq {_COMMANDS.get(kind, kind)}` that was stopped; it goes on where it was"
+        raise ArtifactError(expected=f"a {kind} artifact in {folder}", found=found, mend=mend)
+    body = read_json(path, f"the {kind} manifest")
+    if not isinstance(body, dict) or body.get("kind") != kind:
+        found = body.get("kind") if isinstance(body, dict) else type(body).__name__
+        raise ArtifactError(expected=f"a manifest of kind {kind!r} in {path}", found=repr(found), mend=mend)
+    if body.get("format_version") != FORMAT_VERSION:
+        raise ArtifactError(
+            expected=f"format_version {FORMAT_VERSION} in {path}", found=repr(body.get("format_version")), mend=mend
+        )
+    fields = {name: value for name, value in body.items() if name not in ("kind", "format_version")}
+    try:
+        return typing.cast(M, parse(cls, fields, "manifest"))
+    except _Mismatch as mismatch:
+        raise ArtifactError(expected=f"{mismatch.expected} in {path}", found=mismatch.found, mend=mend) from None
+
+
+_COMMANDS = {"quantized": "quantize"}
+
+
+class _Mismatch(Exception):
+    def __init__(self, expected: str, found: str) -> None:
+        super().__init__(expected, found)
+        self.expected = expected
+        self.found = found
+
+
+def parse(kind: Any, value: Any, where: str) -> Any:
+    """Rebuild a value of an annotated type from what JSON holds; nothing is coerced but tuples from lists."""
+    origin = typing.get_origin(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        if not isinstance(value, dict):
+            raise _Mismatch(f"{where} to be an object", type(value).__name__)
+        hints = typing.get_type_hints(kind)
+        names = {field.name: field for field in dataclasses.fields(kind)}
+        for name in value:
+            if name not in names:
+                raise _Mismatch(f"no field {where}.{name}", "one")
+        done = {}
+        for name, field in names.items():
+            if name in value:
+                done[name] = parse(hints[name], value[name], f"{where}.{name}")
+            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                raise _Mismatch(f"field {where}.{name}", "none")
+        return kind(**done)
+    if origin in (typing.Union, types.UnionType):
+        for option in typing.get_args(kind):
+            with contextlib.suppress(_Mismatch):
+                return parse(option, value, where)
+        raise _Mismatch(f"{where} to be {kind}", type(value).__name__)
+    if origin in (list, tuple):
+        if not isinstance(value, list):
+            raise _Mismatch(f"{where} to be a list", type(value).__name__)
+        arguments = typing.get_args(kind)
+        if origin is tuple and Ellipsis not in arguments:
+            if len(arguments) != len(value):
+                raise _Mismatch(f"{where} to hold {len(arguments)} items", str(len(value)))
+            return tuple(parse(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(zip(arguments, value, strict=True)))
+        return origin(parse(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise _Mismatch(f"{where} to be an object", type(value).__name__)
+        key, item = typing.get_args(kind)
+        if key is not str:
+            raise TypeError(f"{where}: JSON objects have string keys")
+        return {k: parse(item, v, f"{where}.{k}") for k, v in value.items()}
+    if kind is Any:
+        return value
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is type(None):
+        kind = types.NoneType
+    if type(value) is not kind:
+        raise _Mismatch(f"{where} to be {getattr(kind, '__name__', kind)}", f"{type(value).__name__} {value!r:.60}")
+    return value
+
+
+def check_files(folder: Path, files: dict[str, FileEntry], kind: str, contents: bool = False) -> None:
+    """Compare the files of an artifact with its manifest: sizes, and with `contents` the digests.
+
+    Raises:
+        ArtifactError: naming the first file that is absent, of another size, or changed.
+    """
+    mend = f"make the {kind} artifact again with `moespeq {_COMMANDS.get(kind, kind)}`"
+    for name, entry in files.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ArtifactError(expected=f"file names inside {folder}", found=repr(name), mend=mend)
+        path = folder / name
+        found = f"{path.stat().st_size} bytes" if path.is_file() else "no such file"
+        if not path.is_file() or path.stat().st_size != entry.size_bytes:
+            raise ArtifactError(expected=f"{path} of {entry.size_bytes} bytes", found=found, mend=mend)
+        if contents and (digest := sha256_file(path)) != entry.sha256:
+            raise ArtifactError(expected=f"{path} with sha256 {entry.sha256}", found=f"sha256 {digest}", mend=mend)
+
+
+class Journal:
+    """Which steps of a long stage are done, so that a stopped one goes on where it was."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        """Start or resume.
+
+        Raises:
+            ArtifactError: the folder holds work begun with other settings.
+        """
+        self.path = folder / PROGRESS
+        self.settings = json.loads(json.dumps(settings))
+        self.done: dict[str, dict[str, Any]] = {}
+        if self.path.is_file():
+            body = read_json(self.path, "the progress file")
+            before = body.get("settings", {}) if isinstance(body, dict) else {}
+            for name in sorted({*before, *self.settings}):
+                if before.get(name) != self.settings.get(name):
+                    raise ArtifactError(
+                        expected=f"{name} = {before.get(name)!r:.80}, with which the work in {folder} was begun",
+                        found=f"{self.settings.get(name)!r:.80}",
+                        mend="repeat the command with the same settings, or start over with --force",
+                    )
+            self.done = dict(body.get("done", {}))
+        else:
+            self._write()
+
+    def mark(self, step: str, record: dict[str, Any]) -> None:
+        """Record a step whose files are complete on disk."""
+        self.done[step] = record
+        self._write()
+
+    def finish(self) -> None:
+        """Forget the progress; the manifest now stands for the work."""
+        self.path.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        write_json(self.path, {"settings": self.settings, "done": self.done})
+
+
+@contextlib.contextmanager
+def claim_output(folder: Path, force: bool = False) -> Iterator[None]:
+    """Create an output folder and keep a second process out of it while the body runs.
+
+    Args:
+        folder: where the artifact goes; created with its parents.
+        force: remove what an earlier run left there.
+
+    Raises:
+        ArtifactError: another process is writing there.
+        StorageError: the folder cannot be made.
+    """
+    with write_guard("the output folder", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("a+", encoding="utf-8")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            raise ArtifactError(
+                expected=f"no other process writing to {folder}",
+                found=f"process {lock.read().strip() or 'unknown'} at work there",
+                mend="wait until it ends, or choose another --out",
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        if force:
+            for child in folder.iterdir():
+                if child.name != ".lock":
+                    shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
+        try:
+            yield
+        finally:
+            (folder / ".lock").unlink(missing_ok=True)
+
+
+def check_free_space(folder: Path, needed_bytes: int, what: str) -> None:
+    """Refuse work that the disk cannot hold.
+
+    Raises:
+        StorageError: fewer than `needed_bytes` are free where `folder` is, or will be.
+    """
+    place = folder
+    while not place.exists():
+        place = place.parent
+    free_bytes = shutil.disk_usage(place).free
+    if free_bytes < needed_bytes:
+        raise StorageError(
+            expected=f"{needed_bytes / 1e9:.2f} GB free in {folder} for {what}",
+            found=f"{free_bytes / 1e9:.2f} GB",
+            mend="free some space, or choose another place with --out",
+        )
+
+
+@contextlib.contextmanager
+def write_guard(what: str, folder: Path) -> Iterator[None]:
+    """Turn the operating system's refusals to write into a `StorageError`."""
+    try:
+        yield
+    except OSError as error:
+        causes = {
+            errno.ENOSPC: "a full disk",
+            errno.EDQUOT: "a used-up quota",
+            errno.EFBIG: "a file size limit",
+            errno.EROFS: "a read-only filesystem",
+            errno.EACCES: "no permission to write",
+            errno.EPERM: "no permission to write",
+            errno.ENOTDIR: "a file where a folder should be",
+            errno.EEXIST: "a file where a folder should be",
+        }
+        if error.errno not in causes:
+            raise
+        raise StorageError(
+            expected=f"to write {what} in {folder}",
+            found=f"{causes[error.errno]} ({error.strerror})",
+            mend="free some space or choose another place with --out; the work resumes when the command is repeated",
+        ) from error
+
+
+def require_same_model(kind: str, folder: Path, artifact_digest: str, model_digest: str) -> None:
+    """Refuse an artifact that was made from another model.
+
+    Raises:
+        InputError: the digests differ.
+    """
+    if artifact_digest != model_digest:
+        raise InputError(
+            expected=f"a {kind} artifact of this model (digest {model_digest[:16]})",
+            found=f"one of another model (digest {artifact_digest[:16]}) in {folder}",
+            mend=f"pass the model it was made from, or run `moespeq {_COMMANDS.get(kind, kind)}` for this one",
+        )

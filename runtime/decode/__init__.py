@@ -1,0 +1,1 @@
+"""Drafting, verification and everything that turns logits into text."""

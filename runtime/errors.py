@@ -1,0 +1,36 @@
+"""The one family of errors that a user can cause and mend."""
+
+from __future__ import annotations
+
+
+class MoespeqError(Exception):
+    """What was expected, what was found, and how to mend it.
+
+    The command line prints the message and the hint without a traceback and exits with status 1.
+    """
+
+    def __init__(self, *, expected: str, found: str, mend: str) -> None:
+        super().__init__(f"expected {expected}; found {found}")
+        self.expected = expected
+        self.found = found
+        self.mend = mend
+
+
+class InputError(MoespeqError):
+    """A model folder, a text or an option that cannot be used."""
+
+
+class ArtifactError(MoespeqError):
+    """An artifact of an earlier stage that is unfinished, damaged, or made for something else."""
+
+
+class ShapeError(MoespeqError):
+    """A tensor whose shape or dimension does not fit."""
+
+
+class PlanError(MoespeqError):
+    """A request that does not fit in memory or in the model's context."""
+
+
+class StorageError(MoespeqError):
+    """A disk that is full, read-only or failing."""

@@ -1,0 +1,1 @@
+"""The library's models, with our experts in them."""
