@@ -176,7 +176,7 @@ def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int, dt
     in_features = codes.shape[-1]
     # bits only sets the word, which does not matter once the codes are unpacked: 8 is the weaker condition
     size = effective_group_size(in_features, group_size, bits=8)
-    grouped = codes.unflatten(-1, (in_features // size, size)).to(torch.float32)
+    grouped = codes.reshape(*codes.shape[:-1], in_features // size, size).to(torch.float32)
     values = (grouped - zeros.unsqueeze(-1).to(torch.float32)) * scales.unsqueeze(-1).to(torch.float32)
     return values.flatten(-2).to(dtype)
 
@@ -184,7 +184,7 @@ def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int, dt
 def _words(values: Tensor, bits: int) -> Tensor:
     """[n, m] small integers to int32 words [n * bits / 32, m], lowest bits first."""
     step = WORD_BITS // bits
-    grouped = values.to(torch.int64).unflatten(0, (values.shape[0] // step, step))
+    grouped = values.to(torch.int64).reshape(values.shape[0] // step, step, values.shape[1])
     shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int64, device=values.device).view(1, step, 1)
     words = (grouped << shifts).sum(1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).contiguous()

@@ -1,0 +1,189 @@
+"""Calibration tokens through a model one decoder layer at a time, with one layer's weights in memory.
+
+Sequences run one by one and unpadded, so no token ever sees padding and counts are those of the text itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runtime.artifacts.checkpoint import Checkpoint
+from runtime.model import loader
+from runtime.model.experts import ExpertMath, assignments, combine, find_experts, rows_of
+from runtime.model.families import LayerExperts, MoeSpec, dense_names, read_layer
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTrace:
+    """What the experts of one layer saw of one sequence.
+
+    Attributes:
+        sequence: index of the sequence.
+        hidden: [T, H], the input of the experts.
+        top_k_index: int64 [T, k]; top_k_weights: [T, k].
+        intermediate: expert_id to (int64 [m] its tokens, [m, I] the input of its down_proj).
+    """
+
+    sequence: int
+    hidden: Tensor
+    top_k_index: Tensor
+    top_k_weights: Tensor
+    intermediate: Callable[[int], tuple[Tensor, Tensor]]
+
+
+Observer = Callable[[LayerTrace], None]
+
+
+class StreamedLayer:
+    """One decoder layer, loaded while it is the current one.
+
+    Attributes:
+        layer_id: its true number.
+        experts: its routed experts in canonical form, or None where it is dense. Assigning other weights changes what
+            `forward` computes.
+    """
+
+    def __init__(self, stream: LayerStream, layer_id: int, module: nn.Module) -> None:
+        self._stream = stream
+        self.layer_id = layer_id
+        self.module = module
+        self.is_moe = layer_id in stream.spec.moe_layers
+        self.experts: LayerExperts | None = (
+            read_layer(stream.checkpoint, stream.spec, layer_id) if self.is_moe else None
+        )
+        fused = find_experts(module) if self.is_moe else None
+        self._fused: Any = fused
+        self.math = ExpertMath(fused) if fused is not None else None
+
+    @torch.no_grad()
+    def forward(self, hidden: list[Tensor], observe: Observer | None = None) -> list[Tensor]:
+        """Run every sequence through the layer.
+
+        Args:
+            hidden: one [T_i, H] a sequence, as `embed` or the layer before gave them.
+            observe: called once a sequence in a layer with experts, before they compute.
+
+        Returns:
+            The layer's output in the same form.
+        """
+        outputs = []
+        for sequence, states in enumerate(hidden):
+            if self._fused is not None:
+                self._fused.compute = self._compute(sequence, observe)
+            result: Any = self.module(states[None], **self._stream.arguments(sequence, self.layer_id))
+            outputs.append((result[0] if isinstance(result, tuple) else result)[0])
+        return outputs
+
+    def _compute(self, sequence: int, observe: Observer | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        def compute(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            places = assignments(top_k_index)
+
+            def intermediate(expert_id: int) -> tuple[Tensor, Tensor]:
+                tokens = rows_of(places[expert_id])[0] if expert_id in places else torch.empty(0, dtype=torch.int64)
+                gate_up, _, gate_up_bias, _ = self._weights(expert_id, hidden.dtype)
+                assert self.math is not None
+                return tokens, self.math.intermediate(hidden[tokens], gate_up, gate_up_bias)
+
+            if observe is not None:
+                observe(LayerTrace(sequence, hidden, top_k_index, top_k_weights, intermediate))
+            outputs = hidden.new_zeros(*top_k_index.shape, hidden.shape[-1])
+            for expert_id, pairs in places.items():
+                tokens, choice = rows_of(pairs)
+                gate_up, down, gate_up_bias, down_bias = self._weights(expert_id, hidden.dtype)
+                assert self.math is not None
+                outputs[tokens, choice] = self.math.forward(hidden[tokens], gate_up, down, gate_up_bias, down_bias)
+            return combine(outputs, top_k_weights)
+
+        return compute
+
+    def _weights(self, expert_id: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        assert self.experts is not None
+        one = self.experts.expert(expert_id)
+        gate_up = torch.cat([one.gate_proj, one.up_proj]).to(dtype)
+        bias = None
+        if one.gate_bias is not None and one.up_bias is not None:
+            bias = torch.cat([one.gate_bias, one.up_bias]).to(dtype)
+        return gate_up, one.down_proj.to(dtype), bias, None if one.down_bias is None else one.down_bias.to(dtype)
+
+
+class _Catcher(nn.Module):
+    """Stands in for a layer to learn with which arguments the model calls it."""
+
+    def __init__(self, layer: nn.Module, caught: list[dict[str, Any]]) -> None:
+        super().__init__()
+        for name in ("attention_type", "layer_type"):
+            if hasattr(layer, name):
+                setattr(self, name, getattr(layer, name))
+        self._caught = caught
+
+    def forward(self, hidden_states: Tensor, **arguments: Any) -> Tensor:
+        self._caught.append(arguments)
+        return hidden_states
+
+
+class LayerStream:
+    """A model of which one decoder layer at a time is in memory, with the embedding and the head."""
+
+    def __init__(self, checkpoint: Checkpoint, spec: MoeSpec, dtype: torch.dtype = torch.float32) -> None:
+        self.checkpoint = checkpoint
+        self.spec = spec
+        self.dtype = dtype
+        self._names = dense_names(checkpoint, spec)
+        self._model = loader.build(checkpoint.folder, dtype)
+        self._layers = loader.decoder_layers(self._model)
+        self._arguments: list[list[dict[str, Any]]] = []
+        for prefix in ("model.embed_tokens", "model.norm", "lm_head"):
+            tied = prefix == "lm_head" and getattr(self._model.config, "tie_word_embeddings", False)
+            if tied:
+                self._model.lm_head.weight = self._model.model.embed_tokens.weight
+            else:
+                loader.load_module(
+                    self._model.get_submodule(prefix), prefix, spec, checkpoint.read, self._names
+                )
+
+    def arguments(self, sequence: int, layer_id: int) -> dict[str, Any]:
+        """With what the model calls a layer for one sequence: masks, positions, rotary tables."""
+        return self._arguments[sequence][layer_id]
+
+    @torch.no_grad()
+    def embed(self, input_ids: list[Tensor]) -> list[Tensor]:
+        """Hidden states before the first layer.
+
+        Args:
+            input_ids: one int64 [T_i] a sequence.
+
+        Returns:
+            One [T_i, H] a sequence.
+        """
+        self._arguments = [[] for _ in input_ids]
+        hidden = []
+        real = self._model.model.layers
+        norm, self._model.model.norm = self._model.model.norm, nn.Identity()
+        try:
+            for caught, ids in zip(self._arguments, input_ids, strict=True):
+                self._model.model.layers = nn.ModuleList(_Catcher(layer, caught) for layer in self._layers)
+                hidden.append(self._model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0])
+        finally:
+            self._model.model.layers = real
+            self._model.model.norm = norm
+        return hidden
+
+    def layers(self) -> Iterator[StreamedLayer]:
+        """The layers in order; each is loaded when it comes and dropped when the next one is asked for."""
+        for layer_id, module in enumerate(self._layers):
+            loader.load_module(module, f"model.layers.{layer_id}", self.spec, self.checkpoint.read, self._names)
+            yield StreamedLayer(self, layer_id, module)
+            loader.drop_module(module)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[T, H] after the last layer to [T, vocab_size]."""
+        model = self._model
+        scale = getattr(model.config, "logits_scaling", None)
+        logits: Tensor = model.lm_head(model.model.norm(hidden[None]))[0]
+        return logits / scale if scale else logits

@@ -1,0 +1,53 @@
+"""The streamed layers compute what the library computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.artifacts.checkpoint import Checkpoint
+from runtime.model.families import describe, read_layer, to_disk_tensors
+from runtime.model.stream import LayerStream, LayerTrace
+from tests import tiny
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_streamed_layers_give_the_librarys_logits(kind: str, tmp_path: Path) -> None:
+    """Float32, sequences of 3, 17 and 40 tokens: logits equal to rounding, every token counted top_k times a layer."""
+    from transformers import AutoModelForCausalLM
+
+    tiny.save_tiny(kind, tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    spec = describe(checkpoint)
+    stream = LayerStream(checkpoint, spec)
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(0, 250, (n,), generator=generator) for n in (3, 17, 40)]
+    counts: dict[int, int] = {}
+
+    hidden = stream.embed(ids)
+    for layer in stream.layers():
+
+        def observe(trace: LayerTrace, layer_id: int = layer.layer_id) -> None:
+            counts[layer_id] = counts.get(layer_id, 0) + trace.top_k_index.numel()
+
+        hidden = layer.forward(hidden, observe)
+
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for states, tokens in zip(hidden, ids, strict=True):
+        with torch.no_grad():
+            expected = reference(tokens[None]).logits[0]
+        assert torch.allclose(stream.logits(states), expected, atol=2e-4, rtol=1e-4)
+    assert counts == {layer_id: 60 * spec.top_k for layer_id in spec.moe_layers}
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_canonical_experts_go_back_to_the_disk_layout(kind: str, tmp_path: Path) -> None:
+    """Reading a layer and writing it back gives the source's tensors bit for bit."""
+    tiny.save_tiny(kind, tmp_path, dtype=torch.bfloat16)
+    checkpoint = Checkpoint.open(tmp_path)
+    spec = describe(checkpoint)
+    for layer_id in spec.moe_layers:
+        for name, tensor in to_disk_tensors(spec, layer_id, read_layer(checkpoint, spec, layer_id)).items():
+            assert torch.equal(tensor, checkpoint.read(name)), name
