@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from runtime.artifacts.manifest import FileEntry, check_files, load_manifest, read_json
+from runtime.artifacts.manifest import FileEntry, check_files, load_manifest
 from runtime.artifacts.record import (
     ALIGN_BYTES,
     DRAFT_LAYOUT,
@@ -21,21 +17,17 @@ from runtime.artifacts.record import (
     DraftFormat,
     DraftRecord,
     RecordLayout,
-    align_up,
     target_layout,
 )
+from runtime.artifacts.record_index import MEND, SIDES, IndexRules, RecordEntry, load_index
 from runtime.artifacts.safetensors_file import TensorInfo, as_tensor, pread, read_header
 from runtime.errors import ArtifactError, InputError
-from runtime.memory.location import RecordLocation
+from runtime.memory.location import ExpertKey, RecordLocation
 from runtime.model.families import MoeSpec
-
-ExpertKey = tuple[int, int]  # (layer_id, expert_id)
 
 RECORDS = "records.json"
 DENSE = "dense.safetensors"
 MODEL_FOLDER = "model"
-SIDES = ("target", "draft")
-MEND = "make the pack again with `moespeq pack --force`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,68 +53,8 @@ class PackManifest:
     files: dict[str, FileEntry]
 
 
-@dataclass(frozen=True, slots=True)
-class RecordEntry:
-    """Where one record lies and what its payload must hash to."""
-
-    layer_id: int
-    expert_id: int
-    shard: str
-    offset_bytes: int  # from the start of the file
-    payload_bytes: int
-    padded_bytes: int
-    encoding: str
-    sha256: str  # of the payload
-
-    @property
-    def key(self) -> ExpertKey:
-        return self.layer_id, self.expert_id
-
-
-def record_name(key: ExpertKey) -> str:
-    """The name of a record's tensor in its shard."""
-    return f"layers.{key[0]}.experts.{key[1]}"
-
-
 def shard_name(side: str, shard: int) -> str:
     return f"{side}-{shard:04d}.safetensors"
-
-
-def save_index(path: Path, records: dict[str, list[RecordEntry]]) -> None:
-    """Write the index, one record a line, sides and records in their given order."""
-    sides = [
-        f'"{side}": [\n' + ",\n".join(json.dumps(asdict(entry), sort_keys=True) for entry in entries) + "\n]"
-        for side, entries in records.items()
-    ]
-    with path.open("w", encoding="utf-8") as handle:
-        handle.write("{" + ",\n".join(sides) + "}\n")
-        handle.flush()
-        os.fsync(handle.fileno())
-
-
-def load_index(path: Path) -> dict[str, list[RecordEntry]]:
-    """Read the index.
-
-    Raises:
-        ArtifactError: not JSON, or an entry with a field that is missing, unknown or mistyped.
-    """
-    body = read_json(path, "the index of records")
-    if not isinstance(body, dict) or set(body) != set(SIDES) or not all(isinstance(v, list) for v in body.values()):
-        raise ArtifactError(expected=f"lists {' and '.join(SIDES)} in {path}", found="something else", mend=MEND)
-    return {side: [_entry(item, f"{path}, {side} record {i}") for i, item in enumerate(body[side])] for side in SIDES}
-
-
-_ENTRY_TYPES = {field.name: int if field.type == "int" else str for field in fields(RecordEntry)}
-
-
-def _entry(item: Any, where: str) -> RecordEntry:
-    if not isinstance(item, dict) or set(item) != set(_ENTRY_TYPES):
-        found = sorted(item) if isinstance(item, dict) else type(item).__name__
-        raise ArtifactError(expected=f"fields {sorted(_ENTRY_TYPES)} in {where}", found=str(found), mend=MEND)
-    for name, kind in _ENTRY_TYPES.items():
-        if type(item[name]) is not kind:
-            raise ArtifactError(expected=f"{name} as {kind.__name__} in {where}", found=repr(item[name]), mend=MEND)
-    return RecordEntry(**item)
 
 
 class Pack:
@@ -132,6 +64,7 @@ class Pack:
         self.folder = folder
         self.manifest = manifest
         self.records = {side: {entry.key: entry for entry in entries} for side, entries in records.items()}
+        self._keys = manifest.spec.keys()
         self._dense = read_pack_header(folder / DENSE)
 
     @classmethod
@@ -151,7 +84,7 @@ class Pack:
         check_files(place, manifest.files, PackManifest.KIND, contents=verify)
         records = load_index(place / RECORDS)
         for side, entries in records.items():
-            _check_entries(manifest, side, entries, place)
+            _index_rules(manifest, side).check(entries, place / RECORDS)
         return cls(place, manifest, records)
 
     @property
@@ -192,10 +125,10 @@ class Pack:
 
     def target_locations(self) -> dict[ExpertKey, RecordLocation]:
         """Every target record, for a record store."""
-        return {key: self._location("target", key) for key in self.spec.keys()}
+        return {key: self._location("target", key) for key in self._keys}
 
     def draft_locations(self) -> dict[ExpertKey, RecordLocation]:
-        return {key: self._location("draft", key) for key in self.spec.keys()}
+        return {key: self._location("draft", key) for key in self._keys}
 
     def _location(self, side: str, key: ExpertKey) -> RecordLocation:
         entry = self.records[side][key]
@@ -231,7 +164,9 @@ class Pack:
             ArtifactError: no such tensor.
         """
         if name not in self._dense:
-            raise ArtifactError(expected=f"tensor {name} in {self.folder / DENSE}", found="none of that name", mend=MEND)
+            raise ArtifactError(
+                expected=f"tensor {name} in {self.folder / DENSE}", found="none of that name", mend=MEND
+            )
         return self._dense[name]
 
     def read_dense(self, name: str) -> torch.Tensor:
@@ -253,77 +188,48 @@ def read_pack_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def _check_manifest(manifest: PackManifest, folder: Path) -> None:
-    layers = {str(layer) for layer in manifest.spec.moe_layers}
-    shards = {shard_name(side, i) for side in SIDES for i in range(manifest.num_shards)}
-    formats, spec = manifest.draft_formats, manifest.spec
-    expectations: list[tuple[str, object, object]] = [
-        ("target encoding (known to this version)", manifest.encoding in ENCODINGS, True),
-        ("draft_layout_name", manifest.draft_layout_name, DRAFT_LAYOUT),
-        ("align_bytes", manifest.align_bytes, ALIGN_BYTES),
-        ("files not listed", sorted((shards | {RECORDS, DENSE, f"{MODEL_FOLDER}/config.json"}) - set(manifest.files)), []),
-        ("layers with a draft format", set(formats), layers),
-        ("layers with a draft layout", set(manifest.draft_layouts), layers),
-        ("target_layout", manifest.target_layout, target_layout(spec)),
+    spec, formats = manifest.spec, manifest.draft_formats
+    layers = sorted(spec.moe_layers)
+    wanted = {shard_name(side, i) for side in SIDES for i in range(manifest.num_shards)}
+    wanted |= {RECORDS, DENSE, f"{MODEL_FOLDER}/config.json"}
+    rules: list[tuple[str, object, object]] = [
+        (
+            "an encoding this version knows",
+            manifest.encoding if manifest.encoding in ENCODINGS else None,
+            manifest.encoding,
+        ),
+        ("draft_layout_name", DRAFT_LAYOUT, manifest.draft_layout_name),
+        ("align_bytes", ALIGN_BYTES, manifest.align_bytes),
+        ("unlisted files", [], sorted(wanted - set(manifest.files))),
+        ("layers of draft_formats", layers, sorted(int(layer) for layer in formats if layer.isdigit())),
+        ("layers of draft_layouts", layers, sorted(int(layer) for layer in manifest.draft_layouts if layer.isdigit())),
     ]
-    expectations += [
-        (f"draft_layouts[{layer}]", manifest.draft_layouts.get(layer), formats[layer].layout(spec))
-        for layer in sorted(layers & set(formats))
+    _require(rules, folder)
+    rules = [("target_layout", target_layout(spec), manifest.target_layout)]
+    rules += [
+        (f"draft_layouts.{layer}", form.layout(spec), manifest.draft_layouts[layer]) for layer, form in formats.items()
     ]
-    for what, found, expected in expectations:
-        if found != expected:
-            raise ArtifactError(
-                expected=f"{what} {expected} in the manifest of {folder}", found=f"{found} ({manifest.encoding})", mend=MEND
-            )
+    _require(rules, folder)
 
 
-def _check_entries(manifest: PackManifest, side: str, entries: list[RecordEntry], folder: Path) -> None:
-    """All experts once, each record aligned, inside its shard, clear of its neighbours, and no longer than a slot."""
-
-    def refuse(entry: RecordEntry, expected: str, found: object) -> ArtifactError:
-        where = f"{side} record of layer {entry.layer_id}, expert {entry.expert_id} in {folder / RECORDS}"
-        return ArtifactError(expected=f"{expected} for the {where}", found=str(found), mend=MEND)
-
-    wanted = set(manifest.spec.keys())
-    keys = [entry.key for entry in entries]
-    if len(keys) != len(wanted) or set(keys) != wanted:
-        odd = sorted(wanted - set(keys)) or sorted(set(keys) - wanted) or sorted({k for k in keys if keys.count(k) > 1})
-        raise ArtifactError(
-            expected=f"one {side} record for each of {len(wanted)} experts in {folder / RECORDS}",
-            found=f"{len(keys)}; layer {odd[0][0]}, expert {odd[0][1]} is missing, unknown or there twice",
-            mend=MEND,
-        )
-    slot_bytes = manifest.target_slot_bytes if side == "target" else manifest.draft_slot_bytes
-    for entry in entries:
-        exact = _exact_payload(manifest, side, entry)
-        if not re.fullmatch(rf"{side}-\d{{4}}\.safetensors", entry.shard) or entry.shard not in manifest.files:
-            raise refuse(entry, "a shard of this pack", repr(entry.shard))
-        if entry.payload_bytes < 1 or entry.padded_bytes != align_up(entry.payload_bytes):
-            raise refuse(entry, f"padded_bytes {align_up(max(entry.payload_bytes, 1))}", entry.padded_bytes)
-        if entry.padded_bytes > slot_bytes:
-            raise refuse(entry, f"at most {slot_bytes} bytes", entry.padded_bytes)
-        if entry.offset_bytes < ALIGN_BYTES or entry.offset_bytes % ALIGN_BYTES:
-            raise refuse(entry, f"an offset in multiples of {ALIGN_BYTES}, past the header", entry.offset_bytes)
-        if not re.fullmatch("[0-9a-f]{64}", entry.sha256):
-            raise refuse(entry, "a sha256", repr(entry.sha256))
-        if entry.encoding not in ([DRAFT_LAYOUT] if side == "draft" else {RAW.name, manifest.encoding}):
-            raise refuse(entry, "an encoding that the manifest names", repr(entry.encoding))
-        if exact is not None and entry.payload_bytes != exact:
-            raise refuse(entry, f"payload_bytes {exact}", entry.payload_bytes)
-    for before, after in _neighbours(entries):
-        if before.shard == after.shard and after.offset_bytes < before.offset_bytes + before.padded_bytes:
-            raise refuse(after, f"an offset of at least {before.offset_bytes + before.padded_bytes}", after.offset_bytes)
-    for entry in entries:
-        end_bytes, file_bytes = entry.offset_bytes + entry.padded_bytes, manifest.files[entry.shard].size_bytes
-        if end_bytes > file_bytes:
-            raise refuse(entry, f"its end within the {file_bytes} bytes of {entry.shard}", end_bytes)
+def _require(rules: list[tuple[str, object, object]], folder: Path) -> None:
+    for what, expected, found in rules:
+        if expected != found:
+            raise ArtifactError(expected=f"{what}: {expected} in the manifest of {folder}", found=str(found), mend=MEND)
 
 
-def _exact_payload(manifest: PackManifest, side: str, entry: RecordEntry) -> int | None:
-    if side == "draft":
-        return manifest.draft_layouts[str(entry.layer_id)].payload_bytes
-    return manifest.target_layout.payload_bytes if entry.encoding == RAW.name else None
+def _index_rules(manifest: PackManifest, side: str) -> IndexRules:
+    def payload_bytes(entry: RecordEntry) -> int | None:
+        if side == "draft":
+            return manifest.draft_layouts[str(entry.layer_id)].payload_bytes
+        return manifest.target_layout.payload_bytes if entry.encoding == RAW.name else None
 
-
-def _neighbours(entries: Iterable[RecordEntry]) -> Iterator[tuple[RecordEntry, RecordEntry]]:
-    ordered = sorted(entries, key=lambda entry: (entry.shard, entry.offset_bytes))
-    return zip(ordered[:-1], ordered[1:], strict=True)
+    shards = [shard_name(side, shard) for shard in range(manifest.num_shards)]
+    return IndexRules(
+        side=side,
+        keys=manifest.spec.keys(),
+        slot_bytes=manifest.target_slot_bytes if side == "target" else manifest.draft_slot_bytes,
+        encodings=frozenset((DRAFT_LAYOUT,) if side == "draft" else (RAW.name, manifest.encoding)),
+        shard_bytes={shard: manifest.files[shard].size_bytes for shard in shards},
+        payload_bytes=payload_bytes,
+    )

@@ -124,12 +124,6 @@ class LinearFormat:
     bits: int  # 4 or 8; 0 for a kept linear
     group_size: int  # input features that share a scale; 0 for a kept linear
 
-    @classmethod
-    def of(cls, linear: QuantizedLinear | KeptLinear) -> LinearFormat:
-        if isinstance(linear, KeptLinear):
-            return cls(0, 0)
-        return cls(linear.bits, linear.codes.shape[1] // linear.scales.shape[1])
-
     def tensors(self, name: str, rows: int, columns: int, dtype: str) -> list[tuple[str, str, tuple[int, ...]]]:
         """The (name, dtype, shape) tensors that hold a [rows, columns] linear."""
         if self.bits == 0:
@@ -167,22 +161,6 @@ class DraftRecord:
 
     def views(self) -> dict[str, torch.Tensor]:
         return self.layout.views(self.data)
-
-
-def draft_format(linears: Mapping[str, QuantizedLinear | KeptLinear], where: str) -> DraftFormat:
-    """The format that one expert's three linears have.
-
-    Raises:
-        ArtifactError: gate_proj and up_proj differ, so that they cannot lie in one matrix.
-    """
-    gate, up, down = (LinearFormat.of(linears[name]) for name in ("gate_proj", "up_proj", "down_proj"))
-    if gate != up:
-        raise ArtifactError(
-            expected=f"gate_proj and up_proj of {where} quantised alike",
-            found=f"gate_proj {gate.bits} bits, group {gate.group_size}; up_proj {up.bits} bits, group {up.group_size}",
-            mend="quantise again without settings that name only one of the two",
-        )
-    return DraftFormat(gate, down)
 
 
 def encode_draft(
@@ -223,7 +201,7 @@ def _quantized_rows(linear: QuantizedLinear) -> dict[str, torch.Tensor]:
     codes = linear.codes
     if linear.bits == 4:
         codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
-    return {"codes": codes, "scales": linear.scales, "zeros": linear.zeros.to(torch.uint8)}
+    return {"codes": codes, "scales": linear.scales, "zeros": linear.zeros}
 
 
 def _biases(weights: ExpertWeights) -> dict[str, torch.Tensor]:

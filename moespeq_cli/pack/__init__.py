@@ -1,0 +1,1 @@
+"""The pack stage: every expert as one aligned record, striped over shards."""

@@ -1,0 +1,222 @@
+"""Writing a pack, layer by layer, so that a stopped run resumes and ends in the same bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from moespeq_cli.pack.dense import copy_model_files, write_dense
+from moespeq_cli.pack.encode import encode_expert
+from moespeq_cli.pack.plan import PackPlan
+from moespeq_cli.pack.report import make_report
+from moespeq_cli.pack.shards import ShardWriter
+from runtime.artifacts.manifest import (
+    PROGRESS,
+    FileEntry,
+    Journal,
+    check_files,
+    check_free_space,
+    claim_output,
+    is_finished,
+    load_manifest,
+    save_manifest,
+    sha256_bytes,
+    write_guard,
+    write_json,
+)
+from runtime.artifacts.pack import (
+    DENSE,
+    MODEL_FOLDER,
+    RECORDS,
+    PackManifest,
+    shard_name,
+)
+from runtime.artifacts.record import ALIGN_BYTES, DRAFT_LAYOUT, align_up
+from runtime.artifacts.record_index import SIDES, RecordEntry, record_name, save_index
+from runtime.errors import ArtifactError
+from runtime.memory.location import ExpertKey
+
+REPORT = "report.json"
+
+Advance = Callable[[], None]
+
+
+def find_finished(plan: PackPlan) -> PackManifest | None:
+    """The manifest of an identical pack that is already there.
+
+    Raises:
+        ArtifactError: a finished pack of other sources or settings is in the way.
+    """
+    if not is_finished(plan.folder):
+        return None
+    manifest = load_manifest(plan.folder, PackManifest)
+    found = {
+        "model": manifest.model_digest,
+        "quantized": manifest.quantized_sha256,
+        "profile": manifest.profile_sha256,
+        "encoding": manifest.encoding,
+        "shards": manifest.num_shards,
+    }
+    for name, value in plan.identity.items():
+        if found[name] != value:
+            raise ArtifactError(
+                expected=f"no finished pack in {plan.folder}, or one with {name} = {value!r:.80}",
+                found=f"{found[name]!r:.80}",
+                mend="pass --force to replace it, or another --out",
+            )
+    return manifest
+
+
+def build_pack(plan: PackPlan, force: bool = False, advance: Advance = lambda: None) -> PackManifest:
+    """Write the pack, or the rest of one that was stopped.
+
+    Args:
+        plan: what to write and where.
+        force: throw away what the folder holds.
+        advance: called after each expert, those of an earlier run included.
+
+    Raises:
+        ArtifactError: begun with other settings, or the folder is in use or changed since.
+        StorageError: the disk is full or read-only.
+    """
+    folder = plan.folder
+    with claim_output(folder, force), write_guard("the pack", folder):
+        finished = find_finished(plan)
+        if finished is not None:
+            (folder / PROGRESS).unlink(missing_ok=True)  # a kill came between manifest and its removal
+            return finished
+        journal = Journal(folder, plan.identity)
+        written = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+        check_free_space(folder, plan.total_bytes - written, "the pack")
+        files = {
+            f"{MODEL_FOLDER}/{name}": entry
+            for name, entry in copy_model_files(plan.checkpoint.folder, plan.model_files, folder / MODEL_FOLDER).items()
+        }
+        files[DENSE] = _dense(plan, journal)
+        records = _layers(plan, journal, advance)
+        for side in SIDES:
+            for shard in range(plan.num_shards):
+                files[shard_name(side, shard)] = _finish_shard(plan, journal, side, shard, records[side])
+        save_index(folder / RECORDS, records)
+        files[RECORDS] = FileEntry.of(folder / RECORDS)
+        seconds = sum(float(step["seconds"]) for step in journal.done.values())
+        write_json(folder / REPORT, make_report(plan, records, files, seconds))
+        check_files(folder, files, PackManifest.KIND)  # nothing was cut short or taken away behind our back
+        manifest = _manifest(plan, records, files)
+        save_manifest(folder, manifest)
+        journal.finish()
+        return manifest
+
+
+def _dense(plan: PackPlan, journal: Journal) -> FileEntry:
+    if "dense" not in journal.done:
+        start = time.perf_counter()
+        entry = write_dense(plan.checkpoint, plan.dense, plan.folder / DENSE)
+        journal.mark("dense", {**asdict(entry), "seconds": time.perf_counter() - start})
+    step = journal.done["dense"]
+    return FileEntry(int(step["size_bytes"]), str(step["sha256"]))
+
+
+def _layers(plan: PackPlan, journal: Journal, advance: Advance) -> dict[str, list[RecordEntry]]:
+    """Write every layer that the journal does not have yet; returns all entries, each shard's in order."""
+    records: dict[str, list[RecordEntry]] = {side: [] for side in SIDES}
+    ends: dict[str, int] = {}
+    left = []
+    for layer_id in plan.spec.moe_layers:
+        step = journal.done.get(f"layer {layer_id}")
+        if step is None:
+            left.append(layer_id)
+            continue
+        for side in SIDES:
+            records[side] += [RecordEntry(**entry) for entry in step[side]]
+        for _ in step["target"]:
+            advance()
+        ends = {str(name): int(end) for name, end in step["ends"].items()}
+    if not left:
+        return records
+    with contextlib.ExitStack() as stack:
+        writers = _open_shards(plan, ends, stack)
+        layouts = plan.draft_layouts
+        for layer_id in left:
+            start = time.perf_counter()
+            step = {side: [] for side in SIDES}
+            for placement in plan.placements[layer_id]:
+                for side, (encoding, payload) in encode_expert(plan, placement.key, layouts[layer_id]).items():
+                    writer = writers[shard_name(side, placement.shard)]
+                    step[side].append(_write(writer, placement.key, encoding, payload))
+                advance()
+            for writer in writers.values():
+                writer.sync()
+            for side in SIDES:
+                records[side] += step[side]
+            marked: dict[str, Any] = {side: [asdict(entry) for entry in step[side]] for side in SIDES}
+            marked["ends"] = {name: writer.end_bytes for name, writer in writers.items()}
+            marked["seconds"] = time.perf_counter() - start
+            journal.mark(f"layer {layer_id}", marked)
+    return records
+
+
+def _open_shards(plan: PackPlan, ends: dict[str, int], stack: contextlib.ExitStack) -> dict[str, ShardWriter]:
+    names: list[list[str]] = [[] for _ in range(plan.num_shards)]
+    for placements in plan.placements.values():
+        for placement in placements:
+            names[placement.shard].append(record_name(placement.key))
+    writers = {}
+    for side in SIDES:
+        for shard in range(plan.num_shards):
+            path = plan.folder / shard_name(side, shard)
+            writer = ShardWriter(path, names[shard], plan.slot_bytes(side), ends.get(path.name))
+            writers[path.name] = stack.enter_context(writer)
+    return writers
+
+
+def _write(writer: ShardWriter, key: ExpertKey, encoding: str, payload: torch.Tensor) -> RecordEntry:
+    return RecordEntry(
+        layer_id=key[0],
+        expert_id=key[1],
+        shard=writer.path.name,
+        offset_bytes=writer.append(payload),
+        payload_bytes=payload.numel(),
+        padded_bytes=align_up(payload.numel()),
+        encoding=encoding,
+        sha256=sha256_bytes(payload.numpy().data),
+    )
+
+
+def _finish_shard(plan: PackPlan, journal: Journal, side: str, shard: int, records: list[RecordEntry]) -> FileEntry:
+    """Give a shard its header, now that all lengths are known, and hash it."""
+    path = plan.folder / shard_name(side, shard)
+    if path.name not in journal.done:
+        start = time.perf_counter()
+        entries = [entry for entry in records if entry.shard == path.name]
+        end = entries[-1].offset_bytes + entries[-1].padded_bytes
+        with ShardWriter(path, [record_name(entry.key) for entry in entries], plan.slot_bytes(side), end) as writer:
+            writer.finish([(record_name(entry.key), entry.padded_bytes) for entry in entries])
+        journal.mark(path.name, {**asdict(FileEntry.of(path)), "seconds": time.perf_counter() - start})
+    step = journal.done[path.name]
+    return FileEntry(int(step["size_bytes"]), str(step["sha256"]))
+
+
+def _manifest(plan: PackPlan, records: dict[str, list[RecordEntry]], files: dict[str, FileEntry]) -> PackManifest:
+    return PackManifest(
+        model_digest=plan.checkpoint.digest,
+        model_type=plan.spec.model_type,
+        spec=plan.spec,
+        encoding=plan.encoding.name,
+        draft_layout_name=DRAFT_LAYOUT,
+        num_shards=plan.num_shards,
+        align_bytes=ALIGN_BYTES,
+        target_slot_bytes=max(entry.padded_bytes for entry in records["target"]),
+        draft_slot_bytes=max(entry.padded_bytes for entry in records["draft"]),
+        target_layout=plan.target_layout,
+        draft_formats={str(layer): form for layer, form in plan.draft_formats.items()},
+        draft_layouts={str(layer): layout for layer, layout in plan.draft_layouts.items()},
+        quantized_sha256=plan.quantized_sha256,
+        profile_sha256=plan.profile_sha256,
+        files=files,
+    )

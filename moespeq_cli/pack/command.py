@@ -1,0 +1,113 @@
+"""`moespeq pack`: parse, call, print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moespeq_cli import console
+from moespeq_cli.options import DEFAULT_ARTIFACTS, Artifacts, Force, Json, Model, model_folder
+
+Source = Annotated[
+    Path | None, typer.Option("--quantized", help="Folder that quantize made [default: quantized in --artifacts]")
+]
+Profile = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile", help="Folder that profile made, for striping [default: profile in --artifacts, if there]"
+    ),
+]
+Out = Annotated[Path | None, typer.Option("--out", help="Where the pack goes [default: pack in --artifacts]")]
+Shards = Annotated[int, typer.Option("--shards", min=1, help="Files to spread the experts over, one a drive")]
+Encoding = Annotated[str, typer.Option("--encoding", help="How the exact experts are written: raw")]
+Verify = Annotated[bool, typer.Option("--verify", help="Write nothing; read a pack again and compare all of it")]
+
+
+def pack(
+    model: Model = None,
+    quantized: Source = None,
+    profile: Profile = None,
+    out: Out = None,
+    artifacts: Artifacts = DEFAULT_ARTIFACTS,
+    shards: Shards = 1,
+    encoding: Encoding = "raw",
+    verify: Verify = False,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Lay every expert out as one aligned record, exact and quantised side by side"""
+    folder = out if out is not None else artifacts / "pack"
+    if verify:
+        found = quantized if quantized is not None else artifacts / "quantized"
+        console.emit(_verify(folder, model, found if quantized is not None or found.is_dir() else None), as_json)
+        return
+    from runtime.artifacts.manifest import is_finished
+
+    if profile is None and is_finished(artifacts / "profile"):
+        profile = artifacts / "profile"
+    source = quantized if quantized is not None else artifacts / "quantized"
+    console.emit(_build(folder, model_folder(model), source, profile, shards, encoding, force), as_json)
+
+
+def _build(
+    folder: Path, model: str, quantized: Path, profile: Path | None, shards: int, encoding: str, force: bool
+) -> dict[str, Any]:
+    from moespeq_cli.pack.build import build_pack, find_finished
+    from moespeq_cli.pack.plan import make_plan
+
+    plan = make_plan(model, quantized, profile, folder, shards, encoding)
+    if not force and find_finished(plan) is not None:
+        console.note(f"{folder} is this pack already; nothing to do")
+    else:
+        for line in plan.lines():
+            console.note(line)
+    with console.progress("experts", plan.spec.num_records) as bar:
+        manifest = build_pack(plan, force, bar.advance)
+    return {
+        "path": str(folder),
+        "encoding": manifest.encoding,
+        "records": manifest.spec.num_records,
+        "shards": manifest.num_shards,
+        "target_bytes": plan.target_bytes,
+        "draft_bytes": plan.draft_bytes,
+        "dense_bytes": plan.dense_bytes,
+        "total_bytes": sum(entry.size_bytes for entry in manifest.files.values()),
+    }
+
+
+def _verify(folder: Path, model: str | None, quantized: Path | None) -> dict[str, Any]:
+    from moespeq_cli.pack.verify import find_sources, verify_pack
+    from runtime.artifacts.pack import Pack
+    from runtime.errors import ArtifactError
+
+    pack = Pack.open(folder)
+    checkpoint, source = find_sources(pack, model_folder(model), model is not None, quantized)
+    console.note(f"reading {pack.spec.num_records} experts and {len(pack.manifest.files)} files of {folder}")
+    if checkpoint is None:
+        console.note("not a pack of the embedded model: checksums only; pass --model to compare the weights")
+    with console.progress("experts", pack.spec.num_records) as bar:
+        found = verify_pack(pack, checkpoint, source, bar.advance)
+    console.note(
+        f"{found.files} files and {found.records} records, {found.bytes_read / 1e9:.3f} GB; equal to their sources: "
+        f"{found.records_equal_to_source} target records, {found.dense_equal_to_source} dense tensors, "
+        f"{found.drafts_equal_to_quantized} draft records"
+    )
+    if found.problems:
+        for problem in found.problems:
+            console.note(problem)
+        raise ArtifactError(
+            expected=f"an undamaged pack in {folder}",
+            found=f"{len(found.problems)} faults, the first: {found.problems[0]}",
+            mend="make the pack again with `moespeq pack --force`",
+        )
+    return {
+        "path": str(folder),
+        "files": found.files,
+        "records": found.records,
+        "bytes_read": found.bytes_read,
+        "records_equal_to_source": found.records_equal_to_source,
+        "dense_equal_to_source": found.dense_equal_to_source,
+        "drafts_equal_to_quantized": found.drafts_equal_to_quantized,
+    }
