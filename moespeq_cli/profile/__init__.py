@@ -1,0 +1,1 @@
+"""Measure how a model routes: counts, reuse, agreement with the draft, and the report that shows them."""

@@ -1,0 +1,211 @@
+"""The profile artifact: which experts a model's router chooses on known texts, and its reader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from runtime.artifacts.manifest import FileEntry, check_files, load_manifest
+from runtime.artifacts.safetensors_file import NAMES, as_tensor, pread, read_header
+from runtime.errors import ArtifactError, InputError
+
+ROUTING = "routing.safetensors"
+MEND = "make the profile artifact again with `moespeq profile`"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFigures:
+    """How the quantised experts compare with the source's on the same texts, teacher-forced.
+
+    Every dict has the domains as keys. A share is None where nothing could be compared ("n/a"), never 0 by default.
+    """
+
+    quantized_sha256: str  # of the manifest.json of the quantized artifact
+    agreement: dict[str, float | None]  # mean over layers of the routing agreement, the draft on its own hidden states
+    agreement_next: dict[str, float | None]  # the same where the experts of one layer only are the draft's
+    agreement_by_layer: dict[str, tuple[float | None, ...]]  # `agreement` in the order of moe_layers
+    greedy: dict[str, float | None]  # share of positions at which both models' most likely token is the same
+    overlap: dict[str, float | None]  # mean sum of min(p, q): the acceptance to expect when sampling at temperature 1
+    compared_tokens: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileManifest:
+    """What `profile` promises to `pack`, `run` and `quantize`."""
+
+    KIND: ClassVar[str] = "profile"
+
+    model_digest: str
+    model_type: str
+    moe_layers: tuple[int, ...]  # true layer numbers; the layer axis of every tensor is in this order
+    num_experts: int
+    top_k: int
+    domains: dict[str, int]  # tokens by name; the domain axis of every tensor is in the sorted order of the names
+    sequences: dict[str, int]
+    reuse_edges: tuple[int, ...]  # bucket b of reuse_histogram: distances from edges[b], below edges[b + 1]
+    trace_tokens: int
+    settings: dict[str, str]  # the choices that make the result what it is
+    files: dict[str, FileEntry]
+    draft: DraftFigures | None = None
+
+    @property
+    def domain_names(self) -> tuple[str, ...]:
+        """The domains in the order of the tensors' domain axis."""
+        return tuple(sorted(self.domains))
+
+    def tensor_forms(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Type and shape of every tensor of routing.safetensors; -1 stands for the number of traced sequences."""
+        layers, experts, domains = len(self.moe_layers), self.num_experts, len(self.domains)
+        trace = (self.trace_tokens, layers, self.top_k)
+        forms: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "counts": (torch.int64, (domains, layers, experts)),
+            "coactivation": (torch.int64, (layers, experts, experts)),
+            "reuse_histogram": (torch.int64, (domains, layers, len(self.reuse_edges) - 1)),
+            "first_uses": (torch.int64, (domains, layers)),
+            "reuse_mean": (torch.float64, (domains, layers)),
+            "kept_from_previous": (torch.float64, (domains, layers)),
+            "trace": (torch.int16, trace),
+            "trace_starts": (torch.int64, (-1,)),
+            "trace_domain": (torch.int64, (-1,)),
+        }
+        if self.draft is not None:
+            forms["agreement"] = (torch.float64, (domains, layers))
+            forms["agreement_next"] = (torch.float64, (domains, layers))
+            forms["draft_trace"] = (torch.int16, trace)
+        return forms
+
+
+@dataclass(frozen=True, slots=True)
+class TracedSequence:
+    """The recorded choices of one sequence, int16 [tokens, layers, top_k]: the target's and, if measured, the draft's."""
+
+    domain: str
+    target: Tensor
+    draft: Tensor | None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A finished profile, checked on opening.
+
+    Attributes:
+        tensors: those of routing.safetensors. With D domains (sorted names), L layers with experts, E experts:
+            counts int64 [D, L, E]: tokens that chose the expert.
+            coactivation int64 [L, E, E]: tokens that chose both, all domains; its diagonal is the sum of counts.
+            reuse_histogram int64 [D, L, B]: uses by the distance in tokens since the expert's last use in the sequence.
+            first_uses int64 [D, L]: uses without an earlier one in the sequence; histogram + first uses = counts.
+            reuse_mean float64 [D, L]: mean of those distances; NaN where no expert was used twice.
+            kept_from_previous float64 [D, L]: share of a token's experts that the previous token used; NaN where every
+                sequence has one token.
+            trace int16 [tokens, L, top_k], trace_starts and trace_domain int64 [sequences]: the choices themselves, for
+                replaying cache policies without the model.
+            agreement, agreement_next float64 [D, L] and draft_trace, where a draft was measured; NaN where nothing was
+                compared.
+    """
+
+    folder: Path
+    manifest: ProfileManifest
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def open(cls, folder: str | Path, verify: bool = False) -> Profile:
+        """Read a folder.
+
+        Args:
+            folder: the artifact.
+            verify: compare the checksum too.
+
+        Raises:
+            ArtifactError: unfinished, another version, a file of another size, or tensors that are not as promised.
+        """
+        place = Path(folder)
+        manifest = load_manifest(place, ProfileManifest)
+        if ROUTING not in manifest.files:
+            raise ArtifactError(expected=f"{ROUTING} among the files of {place}", found="none of that name", mend=MEND)
+        check_files(place, manifest.files, "profile", contents=verify)
+        try:
+            infos = read_header(place / ROUTING, MEND)
+            tensors = {
+                name: as_tensor(pread(place / ROUTING, info.start, info.end - info.start), info.dtype, info.shape)
+                for name, info in infos.items()
+            }
+        except InputError as error:
+            raise ArtifactError(expected=error.expected, found=error.found, mend=MEND) from error
+        _check(place, manifest, tensors)
+        return cls(place, manifest, tensors)
+
+    def layer_row(self, layer_id: int) -> int:
+        """The place of a true layer number on the layer axis.
+
+        Raises:
+            ArtifactError: the layer has no routed experts.
+        """
+        if layer_id not in self.manifest.moe_layers:
+            raise ArtifactError(
+                expected=f"one of the layers {list(self.manifest.moe_layers)} in {self.folder}",
+                found=f"layer {layer_id}",
+                mend="pass the profile of this model",
+            )
+        return self.manifest.moe_layers.index(layer_id)
+
+    def heat(self) -> dict[tuple[int, int], float]:
+        """By (layer_id, expert_id), the share of all tokens that chose the expert."""
+        counts = self.tensors["counts"].sum(0)
+        tokens = max(sum(self.manifest.domains.values()), 1)
+        return {
+            (layer_id, expert_id): int(counts[row, expert_id]) / tokens
+            for row, layer_id in enumerate(self.manifest.moe_layers)
+            for expert_id in range(self.manifest.num_experts)
+        }
+
+    def traces(self) -> Iterator[TracedSequence]:
+        """The recorded sequences one by one."""
+        starts = [*self.tensors["trace_starts"].tolist(), self.manifest.trace_tokens]
+        names = self.manifest.domain_names
+        for index, domain in enumerate(self.tensors["trace_domain"].tolist()):
+            span = slice(starts[index], starts[index + 1])
+            draft = self.tensors["draft_trace"][span] if "draft_trace" in self.tensors else None
+            yield TracedSequence(names[domain], self.tensors["trace"][span], draft)
+
+    def replay_rows(self, domain: str | None = None) -> list[list[tuple[int, int]]]:
+        """The target's recorded choices as rows of (layer_id, expert_id), one row a token, layers in order.
+
+        Args:
+            domain: only the sequences of this one.
+        """
+        layers = self.manifest.moe_layers
+        rows = []
+        for sequence in self.traces():
+            if domain in (None, sequence.domain):
+                for token in sequence.target.tolist():
+                    rows.append([(layers[i], expert) for i, chosen in enumerate(token) for expert in chosen])
+        return rows
+
+
+def _check(folder: Path, manifest: ProfileManifest, tensors: dict[str, Tensor]) -> None:
+    for name, (dtype, shape) in manifest.tensor_forms().items():
+        tensor = tensors.get(name)
+        fits = (
+            tensor is not None
+            and tensor.dtype == dtype
+            and tensor.dim() == len(shape)
+            and all(want in (-1, have) for want, have in zip(shape, tensor.shape, strict=True))
+        )
+        if not fits:
+            found = "none" if tensor is None else f"{NAMES[tensor.dtype]} {list(tensor.shape)}"
+            raise ArtifactError(
+                expected=f"{name} as {NAMES[dtype]} {list(shape)} in {folder / ROUTING}", found=found, mend=MEND
+            )
+    starts = tensors["trace_starts"]
+    bounded = [0, *starts.tolist(), manifest.trace_tokens]
+    if len(starts) != len(tensors["trace_domain"]) or bounded != sorted(bounded):
+        raise ArtifactError(
+            expected=f"trace_starts rising to at most {manifest.trace_tokens}, one a sequence, in {folder / ROUTING}",
+            found=f"{len(starts)} starts for {len(tensors['trace_domain'])} sequences, the last {bounded[-2]}",
+            mend=MEND,
+        )
