@@ -1,0 +1,85 @@
+"""One KV cache for draft and target, written at a position that the caller sets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer in a buffer [1, heads, capacity, dim], with a write position shared by all layers."""
+
+    is_sliding = False
+
+    def __init__(self, owner: SharedKv) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Allocate the buffers on the first update, when the library's shapes are known."""
+        assert value_states is not None
+        shape = self._owner.capacity
+        self.keys = key_states.new_zeros(*key_states.shape[:2], shape, key_states.shape[3])
+        self.values = value_states.new_zeros(*value_states.shape[:2], shape, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write at the owner's position and return everything up to the end of what was written."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        start, end = self._owner.position, self._owner.position + key_states.shape[2]
+        self.keys[:, :, start:end] = key_states
+        self.values[:, :, start:end] = value_states
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of what attention sees."""
+        return self._owner.position + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens before the write position."""
+        return self._owner.position
+
+    def get_max_length(self) -> int:
+        """Capacity in tokens."""
+        return self._owner.capacity
+
+    get_max_cache_shape = get_max_length
+
+
+class SharedKv(Cache):  # type: ignore[misc]
+    """The cache of a whole model.
+
+    The draft reads the target's entries of the prefix and writes its own for the tokens it drafts; verification writes
+    over them. Nothing is ever cropped: `position` says where the next forward writes, and what lies beyond is stale.
+
+    Attributes:
+        capacity: tokens that fit.
+        position: where the next forward pass writes.
+    """
+
+    def __init__(self, num_layers: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.position = 0
+        super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Memory of the buffers that exist."""
+        tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values) if tensor is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """KV bytes that one token takes in all layers, from the model's configuration; an estimate for the plan."""
+    layers = int(config.num_hidden_layers)
+    rank = getattr(config, "kv_lora_rank", None)
+    if rank:
+        return int(layers * (rank + config.qk_rope_head_dim) * dtype.itemsize)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(layers * 2 * heads * head_dim * dtype.itemsize)
