@@ -1,0 +1,356 @@
+"""The expert cache: records in slots, brought on demand or ahead of need."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Self
+
+from runtime.errors import MoespeqError, PlanError, StorageError
+from runtime.memory.eviction import EvictionPolicy
+from runtime.memory.location import ExpertKey
+from runtime.memory.residency import Residency
+from runtime.memory.slots import SlotPool
+from runtime.memory.stats import CacheStats
+from runtime.memory.store import RecordReader
+from runtime.memory.stream import ExpertStream, Ticket
+from runtime.memory.transfer import Cause, ReaderThreads, Transfer, TransferQueue
+
+_CHECK_S = 0.25  # how often a waiting stream looks for what no reader will tell it
+
+
+class ExpertCache:
+    """Experts of one model in a fixed number of slots, with readers that fill them from a store.
+
+    `announce` says what will be needed, `stream` asks for it now. Any number of slots works, one included: then the
+    experts of a stream come one after the other. One lock guards all state; a stream whose keys are all resident
+    takes it twice.
+
+    Close it in a `finally`, or use it as a context manager: its threads end only then. The store and the pool belong
+    to the caller.
+
+    Args:
+        store: where records come from.
+        pool: the slots.
+        policy: which expert gives way; one policy object a cache.
+        max_parallel_transfers: reads at a time, at least 1.
+
+    Raises:
+        PlanError: a slot is smaller than the largest record, or there is no reader.
+    """
+
+    def __init__(
+        self, store: RecordReader, pool: SlotPool, policy: EvictionPolicy, max_parallel_transfers: int = 4
+    ) -> None:
+        if pool.slot_bytes < store.max_record_bytes:
+            raise PlanError(
+                expected=f"slots of at least {store.max_record_bytes} bytes, the largest record",
+                found=f"slots of {pool.slot_bytes} bytes",
+                mend="size the slots by the pack's largest record",
+            )
+        if max_parallel_transfers < 1:
+            raise PlanError(
+                expected="at least 1 transfer at a time",
+                found=str(max_parallel_transfers),
+                mend="raise --max-parallel-transfers",
+            )
+        self.stats = CacheStats()
+        self._store = store
+        self._pool = pool
+        self._policy = policy
+        self._residency = Residency(pool.num_slots, policy, self.stats)
+        self._queue = TransferQueue(self._residency, self.stats)
+        self._waiters: dict[ExpertKey, list[Ticket]] = {}
+        self._open_tickets: set[Ticket] = set()
+        self._orphans: deque[Ticket] = deque()  # of iterators dropped while the lock was taken
+        self._closed = False
+        self._fault: BaseException | None = None
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)  # readers wait here
+        self._arrived = threading.Condition(self._lock)  # streams wait here
+        self._readers = ReaderThreads(max_parallel_transfers, self._take, self._read, self._report, self._crash)
+        try:
+            self._readers.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def announce(
+        self, upcoming: Sequence[Sequence[ExpertKey]], fetch_rows: int | None = None, *, pass_rows: int = 1
+    ) -> None:
+        """Say which experts the coming rows need; replaces the announcement before it.
+
+        Eviction sees from it when each expert is needed next. Prefetches still queued for the announcement before are
+        dropped, those in flight go on. Call it before each pass, so that row 0 is always the next one to be computed;
+        once a pass has streamed an expert, its next use is the first one after the pass.
+
+        Args:
+            upcoming: the experts of each row, row 0 first, each row in layer order.
+            fetch_rows: missing experts of so many first rows are fetched now, earliest row first, then in layer order;
+                None means all rows, 0 none. A prefetch takes a free slot, or that of an unpinned expert that no row
+                needs, or only rows strictly later than its own.
+            pass_rows: how many first rows the next pass computes together, one layer after the other.
+        """
+        with self._lock:
+            self._check_open()
+            self._drain()
+            self._residency.window.announce(upcoming, fetch_rows, pass_rows)
+            self._queue.plan(self._residency.window.wanted())
+            if self._queue.num_queued:
+                self._work.notify()
+
+    def stream(self, keys: Sequence[ExpertKey]) -> ExpertStream:
+        """Ask for these experts now and iterate over (key, uint8 [slot_bytes]) as they are there.
+
+        Each different key comes once: residents first, then in order of arrival. Reads of the missing ones begin
+        before this returns and go ahead of all prefetches. A tensor is the slot itself and stays as it is until the
+        iterator advances or is closed.
+
+        Raises (here or while iterating):
+            ArtifactError, StorageError: a record cannot be read (the message names file and expert), or the cache
+                is closed.
+            PlanError: all slots are held by other streams that this thread has left open.
+        """
+        return self._open(keys, "demand")
+
+    def preload(self, keys: Sequence[ExpertKey]) -> int:
+        """Fill free slots with these experts, first ones first, and return how many were read once all are in.
+
+        Raises:
+            ArtifactError, StorageError: as in stream.
+        """
+        with self._lock:
+            known = (self._residency.slots, self._queue.in_flight)
+            missing = [key for key in dict.fromkeys(keys) if not any(key in table for table in known)]
+            chosen = missing[: self._residency.num_free]
+        for _ in self._open(chosen, "preload"):
+            pass
+        return len(chosen)
+
+    def missing_bytes(self, keys: Sequence[ExpertKey]) -> int:
+        """Bytes of those different keys that are not resident; what is still in flight counts in full."""
+        slots, record_bytes = self._residency.slots, self._store.record_bytes
+        return sum(record_bytes(key) for key in set(keys) if key not in slots)
+
+    def resident(self, key: ExpertKey) -> bool:
+        """Whether the expert is in a slot, its read finished."""
+        return key in self._residency.slots
+
+    def close(self) -> None:
+        """Drop what is queued, wait for reads in flight, end the threads. Streams still waiting raise."""
+        with self._lock:
+            self._closed = True
+            self._queue.clear()
+            self._work.notify_all()
+            self._arrived.notify_all()
+        self._readers.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # A stream's side.
+
+    def _open(self, keys: Sequence[ExpertKey], cause: Cause) -> ExpertStream:
+        ticket = self._ask(keys, cause)
+        return ExpertStream(ticket, self._residency.slots, self._pool.tensor, self._advance, self._end, self._abandon)
+
+    def _ask(self, keys: Sequence[ExpertKey], cause: Cause) -> Ticket:
+        """Pin what is resident and queue what is missing; waits for nothing."""
+        ticket = Ticket()
+        residency, stats, demand = self._residency, self.stats, cause == "demand"
+        slots, consume, used = residency.slots, residency.window.consume, self._policy.used
+        with self._lock:
+            self._check_open()
+            self._drain()
+            self._open_tickets.add(ticket)
+            try:
+                for key in dict.fromkeys(keys):
+                    if demand:
+                        used(key)
+                        consume(key)
+                    if key in slots:
+                        residency.use(key)
+                        ticket.ready.append(key)
+                        stats.hits += demand
+                    else:
+                        self._want(key, ticket, cause)
+            except BaseException:
+                self._release(ticket)
+                raise
+            if ticket.pending:
+                self._work.notify(len(ticket.pending))
+        return ticket
+
+    def _want(self, key: ExpertKey, ticket: Ticket, cause: Cause) -> None:
+        transfer = self._queue.in_flight.get(key)
+        if transfer is None:
+            self._store.record_bytes(key)  # an unknown expert is refused here, in the caller's thread
+            self._queue.demands.setdefault(key, cause)
+            self.stats.misses += cause == "demand"
+        else:
+            self.stats.late += cause == "demand"
+            self.stats.prefetched_used += transfer.cause == "prefetch" and not transfer.claimed
+            transfer.claimed = True
+        self._waiters.setdefault(key, []).append(ticket)
+        ticket.pending.add(key)
+
+    def _advance(self, ticket: Ticket) -> ExpertKey | None:
+        """Unpin what the ticket has yielded and wait for its next expert; None, and the ticket closed, at the end."""
+        with self._lock:
+            if ticket not in self._open_tickets:
+                return None
+            self._residency.unpin(ticket.held)
+            if self._queue.may_start(ticket.held):
+                self._work.notify()
+            ticket.held.clear()
+            try:
+                while not ticket.ready and ticket.pending:
+                    self._wait(ticket)
+                if ticket.error is not None:
+                    raise ticket.error
+            except BaseException:
+                self._release(ticket)
+                raise
+            if not ticket.ready:
+                self._release(ticket)
+                return None
+            key = ticket.ready.popleft()
+            ticket.held.append(key)
+            return key
+
+    def _wait(self, ticket: Ticket) -> None:
+        if ticket.error is not None:
+            raise ticket.error
+        self._check_open()
+        self._drain()
+        started = time.perf_counter()
+        notified = self._arrived.wait(_CHECK_S)
+        self.stats.wait_s += time.perf_counter() - started
+        if notified:
+            return
+        if not self._readers.alive():
+            raise StorageError(
+                expected="running reader threads",
+                found="none in this process",
+                mend="make the cache in the process that uses it, after any fork",
+            )
+        if self._stuck():
+            raise PlanError(
+                expected=f"a slot for {self._store.describe(next(iter(ticket.pending)))}",
+                found=f"all {self._pool.num_slots} held by other streams of this thread",
+                mend="finish or close one stream before the next, or make the cache larger (--expert-cache)",
+            )
+
+    def _stuck(self) -> bool:
+        """Whether only this thread, which waits, could free a slot."""
+        residency = self._residency
+        if self._queue.in_flight or residency.num_free or len(residency.pins) < len(residency.slots):
+            return False
+        return all(other.thread_id == threading.get_ident() for other in self._open_tickets if other.held)
+
+    def _release(self, ticket: Ticket) -> None:
+        """Unpin all that the ticket holds and withdraw what it waits for."""
+        self._open_tickets.discard(ticket)
+        unpinned = [*ticket.held, *ticket.ready]
+        ticket.held.clear()
+        ticket.ready.clear()
+        self._residency.unpin(unpinned)
+        for key in ticket.pending:
+            waiters = self._waiters[key]
+            waiters.remove(ticket)
+            if not waiters:
+                del self._waiters[key]
+                self._queue.demands.pop(key, None)
+        ticket.pending.clear()
+        if self._queue.may_start(unpinned):
+            self._work.notify()
+
+    def _end(self, ticket: Ticket) -> None:
+        with self._lock:
+            if ticket in self._open_tickets:
+                self._release(ticket)
+
+    def _abandon(self, ticket: Ticket) -> None:
+        """Release the ticket of an iterator that ends; from a destructor, so it may not wait for the lock."""
+        if ticket not in self._open_tickets:
+            return
+        if self._lock.acquire(blocking=False):
+            try:
+                self._release(ticket)
+            finally:
+                self._lock.release()
+        else:
+            self._orphans.append(ticket)
+
+    def _drain(self) -> None:
+        while self._orphans:
+            ticket = self._orphans.popleft()
+            if ticket in self._open_tickets:
+                self._release(ticket)
+
+    def _check_open(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+        if self._closed:
+            raise StorageError(
+                expected="an open expert cache", found="one that is closed", mend="stream before closing the cache"
+            )
+
+    # The readers' side.
+
+    def _take(self) -> Transfer | None:
+        """Wait for a transfer that can start; None when the cache closes."""
+        with self._lock:
+            while not self._closed:
+                transfer = self._queue.take()
+                if transfer is not None:
+                    if self._queue.num_queued:
+                        self._work.notify()  # each reader that starts wakes the next
+                    return transfer
+                self._work.wait()
+        return None
+
+    def _read(self, transfer: Transfer) -> int:
+        return self._store.read_into(transfer.key, self._pool.buffer(transfer.slot))
+
+    def _report(self, transfer: Transfer, outcome: int | BaseException, seconds: float) -> None:
+        """Hand the record, or the error, to the streams that wait for it."""
+        with self._lock:
+            waiters = self._waiters.pop(transfer.key, [])
+            if isinstance(outcome, BaseException):
+                self._queue.finish(transfer, None, seconds)
+                error = self._named(outcome, transfer.key)
+                for ticket in waiters:
+                    ticket.error = ticket.error or error
+            else:
+                self._queue.finish(transfer, outcome, seconds)
+                self._policy.loaded(transfer.key, outcome, seconds)
+                for ticket in waiters:
+                    self._residency.pin(transfer.key)
+                    ticket.ready.append(transfer.key)
+            for ticket in waiters:
+                ticket.pending.discard(transfer.key)
+            if waiters:
+                self._arrived.notify_all()
+
+    def _crash(self, error: BaseException) -> None:
+        """A reader ended by a fault of the cache or its policy: no stream may wait for it."""
+        with self._lock:
+            self._fault = error
+            self._arrived.notify_all()
+
+    def _named(self, error: BaseException, key: ExpertKey) -> MoespeqError:
+        if isinstance(error, MoespeqError):
+            return error
+        named = StorageError(
+            expected=f"to read {self._store.describe(key)}",
+            found=f"{type(error).__name__}: {error}",
+            mend="check the disk, or make the pack again",
+        )
+        named.__cause__ = error
+        return named

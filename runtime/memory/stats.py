@@ -1,0 +1,76 @@
+"""What the expert cache did, in counts, bytes and seconds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Running totals of one cache. Every key of a `stream` call is one hit, one miss or one late.
+
+    Attributes:
+        hits: keys that were resident when asked for.
+        late: keys whose read, begun by a prefetch, was in flight when asked for.
+        misses: all other keys asked for; each costs a demand read.
+        demand_bytes, prefetch_bytes, preload_bytes: bytes read from the store, by cause, padding included.
+        demand_reads, prefetch_reads, preload_reads: records read, by cause.
+        prefetched_used: prefetched records that a `stream` then asked for (late ones too).
+        prefetched_unused: prefetched records evicted before any use.
+        prefetched_unused_bytes: their bytes.
+        failed_prefetches: prefetch reads that raised; a `stream` of such a key reads again and raises.
+        evictions: records that gave up their slot.
+        wait_s: seconds that `stream` stood still for records.
+        link_busy_s: seconds with at least one read in flight.
+        read_s: seconds of all reads added up, parallel ones too.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    late: int = 0
+    demand_bytes: int = 0
+    prefetch_bytes: int = 0
+    preload_bytes: int = 0
+    demand_reads: int = 0
+    prefetch_reads: int = 0
+    preload_reads: int = 0
+    prefetched_used: int = 0
+    prefetched_unused: int = 0
+    prefetched_unused_bytes: int = 0
+    failed_prefetches: int = 0
+    evictions: int = 0
+    wait_s: float = 0.0
+    link_busy_s: float = 0.0
+    read_s: float = 0.0
+
+    @property
+    def requests(self) -> int:
+        """Keys that `stream` calls asked for."""
+        return self.hits + self.misses + self.late
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read from the store for any cause."""
+        return self.demand_bytes + self.prefetch_bytes + self.preload_bytes
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of requests that were resident; None before the first."""
+        return self.hits / self.requests if self.requests else None
+
+    def snapshot(self) -> dict[str, int | float | None]:
+        """All fields and the sums, ready for JSON."""
+        totals: dict[str, int | float | None] = asdict(self)
+        return totals | {"requests": self.requests, "read_bytes": self.read_bytes, "hit_rate": self.hit_rate}
+
+    def count_read(self, cause: str, num_bytes: int) -> None:
+        """Add one finished read of the cause "demand", "prefetch" or "preload"."""
+        if cause == "demand":
+            self.demand_reads += 1
+            self.demand_bytes += num_bytes
+        elif cause == "prefetch":
+            self.prefetch_reads += 1
+            self.prefetch_bytes += num_bytes
+        else:
+            self.preload_reads += 1
+            self.preload_bytes += num_bytes

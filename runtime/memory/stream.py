@@ -1,0 +1,87 @@
+"""One demand for experts, and the iterator that hands them over."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+
+from runtime.errors import MoespeqError
+from runtime.memory.location import ExpertKey
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One stream call, as the cache sees it.
+
+    Attributes:
+        ready: experts that are there, pinned, not yet yielded.
+        held: experts that were yielded and are still pinned.
+        pending: experts that were asked for and are not there.
+        error: why one of them will not come.
+        thread_id: the thread that asked.
+    """
+
+    ready: deque[ExpertKey] = field(default_factory=deque)
+    held: list[ExpertKey] = field(default_factory=list)
+    pending: set[ExpertKey] = field(default_factory=set)
+    error: MoespeqError | None = None
+    thread_id: int = field(default_factory=threading.get_ident)
+
+
+class ExpertStream(Iterator[tuple[ExpertKey, torch.Tensor]]):
+    """What `ExpertCache.stream` returns; for one thread.
+
+    While nothing is missing it takes no lock an expert, and all pins go together at its end. While something is
+    missing each advance frees the expert before it, so that its slot can take the next.
+
+    Args:
+        ticket: what was asked for.
+        slots: slot of each resident expert.
+        tensor: slot -> its bytes.
+        advance: unpins what was yielded and waits for the next expert; None at the end.
+        end: releases the ticket.
+        abandon: the same, callable from a destructor.
+    """
+
+    __slots__ = ("_abandon", "_advance", "_end", "_slots", "_tensor", "_ticket")
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        slots: Mapping[ExpertKey, int],
+        tensor: Callable[[int], torch.Tensor],
+        advance: Callable[[Ticket], ExpertKey | None],
+        end: Callable[[Ticket], None],
+        abandon: Callable[[Ticket], None],
+    ) -> None:
+        self._ticket, self._slots, self._tensor = ticket, slots, tensor
+        self._advance, self._end, self._abandon = advance, end, abandon
+
+    def __next__(self) -> tuple[ExpertKey, torch.Tensor]:
+        ticket = self._ticket
+        if ticket.pending or not ticket.ready:
+            key = self._advance(ticket)
+            if key is None:
+                raise StopIteration
+        else:
+            key = ticket.ready.popleft()
+            ticket.held.append(key)
+        return key, self._tensor(self._slots[key])
+
+    def close(self) -> None:
+        """Unpin what it holds and withdraw what it waits for; safe to repeat."""
+        self._end(self._ticket)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._abandon(self._ticket)

@@ -1,0 +1,168 @@
+"""What is to be read next, what is being read, and the threads that read it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime.memory.location import ExpertKey
+from runtime.memory.residency import Residency
+from runtime.memory.stats import CacheStats
+
+Cause = Literal["demand", "prefetch", "preload"]
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One read on its way into a claimed slot.
+
+    `claimed` says that a stream asked for it before it arrived.
+    """
+
+    key: ExpertKey
+    slot: int
+    cause: Cause
+    claimed: bool = False
+
+
+class TransferQueue:
+    """Demands in order of asking, then prefetches in order of need. No lock: the cache holds its own."""
+
+    def __init__(self, residency: Residency, stats: CacheStats) -> None:
+        self.in_flight: dict[ExpertKey, Transfer] = {}
+        self.demands: dict[ExpertKey, Cause] = {}
+        self._failed: set[ExpertKey] = set()
+        self._prefetches: deque[tuple[ExpertKey, int]] = deque()
+        self._residency = residency
+        self._stats = stats
+        self._busy_since = 0.0
+
+    def plan(self, wanted: Iterable[tuple[ExpertKey, int]]) -> None:
+        """Replace the queued prefetches; those already in flight go on, those that failed once are left to demand."""
+        slots, in_flight, demands, failed = self._residency.slots, self.in_flight, self.demands, self._failed
+        self._prefetches = deque(
+            (key, limit)
+            for key, limit in wanted
+            if not (key in slots or key in in_flight or key in demands or key in failed)
+        )
+
+    @property
+    def num_queued(self) -> int:
+        """Transfers that wait for a reader or a slot; a prefetch overtaken by a demand may count still."""
+        return len(self.demands) + len(self._prefetches)
+
+    def may_start(self, unpinned: Iterable[ExpertKey]) -> bool:
+        """Whether these newly unpinned experts may give a queued transfer its slot."""
+        if self.demands:
+            return True
+        if not self._prefetches:
+            return False
+        limit = self._prefetches[0][1]
+        return any(self._residency.evictable_for(key, limit) for key in unpinned)
+
+    def take(self) -> Transfer | None:
+        """The next transfer with its slot, now in flight; None while nothing is queued or no slot can be had.
+
+        A prefetch that finds no slot ends the search: those behind it are needed later and may evict less.
+        """
+        if self.demands:
+            key, cause = next(iter(self.demands.items()))
+            slot = self._residency.claim(None)
+            if slot is None:
+                return None
+            del self.demands[key]
+            return self._start(Transfer(key, slot, cause, claimed=True))
+        while self._prefetches:
+            key, limit = self._prefetches[0]
+            if key not in self._residency.slots and key not in self.in_flight:
+                slot = self._residency.claim(limit)
+                if slot is None:
+                    return None
+                self._prefetches.popleft()
+                return self._start(Transfer(key, slot, "prefetch"))
+            self._prefetches.popleft()
+        return None
+
+    def finish(self, transfer: Transfer, num_bytes: int | None, seconds: float) -> None:
+        """Take a transfer out of flight and count it; num_bytes None means that it failed and its slot is free."""
+        del self.in_flight[transfer.key]
+        self._stats.read_s += seconds
+        if not self.in_flight:
+            self._stats.link_busy_s += time.perf_counter() - self._busy_since
+        if num_bytes is None:
+            self._residency.give_back(transfer.slot)
+            if transfer.cause == "prefetch":
+                self._failed.add(transfer.key)
+                self._stats.failed_prefetches += 1
+            return
+        self._stats.count_read(transfer.cause, num_bytes)
+        unused_bytes = num_bytes if transfer.cause == "prefetch" and not transfer.claimed else None
+        self._residency.settle(transfer.key, transfer.slot, unused_bytes)
+
+    def clear(self) -> None:
+        """Forget what is queued."""
+        self.demands.clear()
+        self._prefetches.clear()
+
+    def _start(self, transfer: Transfer) -> Transfer:
+        if not self.in_flight:
+            self._busy_since = time.perf_counter()
+        self.in_flight[transfer.key] = transfer
+        return transfer
+
+
+class ReaderThreads:
+    """Threads that each repeat: take a transfer, read it, report.
+
+    Args:
+        count: reads at a time.
+        take: blocks until there is a transfer; None ends the thread.
+        read: fills the transfer's slot and returns the bytes read.
+        report: told the transfer and the bytes, or the error, and the seconds.
+        crash: told what take or report raised; the thread ends.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        take: Callable[[], Transfer | None],
+        read: Callable[[Transfer], int],
+        report: Callable[[Transfer, int | BaseException, float], None],
+        crash: Callable[[BaseException], None],
+    ) -> None:
+        self._take, self._read, self._report, self._crash = take, read, report, crash
+        self._threads = [
+            threading.Thread(target=self._loop, name=f"moespeq-reader-{index}", daemon=True) for index in range(count)
+        ]
+
+    def start(self) -> None:
+        """Start all threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def alive(self) -> bool:
+        """Whether any thread can still deliver; False in a forked child."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def join(self) -> None:
+        """Wait for the end of the threads that were started."""
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def _loop(self) -> None:
+        try:
+            while (transfer := self._take()) is not None:
+                started = time.perf_counter()
+                outcome: int | BaseException
+                try:
+                    outcome = self._read(transfer)
+                except BaseException as error:
+                    outcome = error  # it belongs to whoever asked for the record
+                self._report(transfer, outcome, time.perf_counter() - started)
+        except BaseException as error:
+            self._crash(error)
