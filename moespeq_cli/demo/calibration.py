@@ -49,7 +49,7 @@ class CalibrationText:
         return self.text.replace(SEPARATOR, "\n\n")
 
 
-def calibration_texts(count: int = 128, approx_chars: int = 1660) -> list[CalibrationText]:
+def calibration_texts(count: int = 128, approx_chars: int = 1690) -> list[CalibrationText]:
     """Texts of the three domains in turn, each domain with the same number of the model's tokens.
 
     The same call gives the same texts under one version of Python; another version has another standard library.
@@ -71,7 +71,8 @@ def calibration_texts(count: int = 128, approx_chars: int = 1660) -> list[Calibr
     tokens = approx_chars * len(DOMAINS) / sum(CHARS_PER_TOKEN.values())
     makers = {"maths": _maths_texts, "code": _code_texts, "prose": _prose_texts}
     streams = {domain: makers[domain](max(1, round(tokens * CHARS_PER_TOKEN[domain]))) for domain in DOMAINS}
-    return [CalibrationText(domain, next(streams[domain])) for domain in itertools.islice(itertools.cycle(DOMAINS), count)]
+    in_turn = itertools.islice(itertools.cycle(DOMAINS), count)
+    return [CalibrationText(domain, next(streams[domain])) for domain in in_turn]
 
 
 def _maths_texts(chars: int) -> Iterator[str]:

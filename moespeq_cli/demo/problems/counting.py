@@ -135,10 +135,7 @@ def boxes_needed(p: Protagonist) -> Worked:
             f"{p.name} has {a} {x} and {p.his} {p.pick(KIN)} has {t - a}. They put all of them into boxes of {e}. "
             "How many boxes do they need?"
         ),
-        (
-            f"A farm has {a} red {x} and {t - a} green {x}. They are packed in boxes of {e}. "
-            "How many boxes are needed?"
-        ),
+        (f"A farm has {a} red {x} and {t - a} green {x}. They are packed in boxes of {e}. How many boxes are needed?"),
     )
     return question, [f"There are {a} + {t - a} = {t} {x}.", f"They need {t} / {e} = {count_of(n, 'box', 'boxes')}."], n
 

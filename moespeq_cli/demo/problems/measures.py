@@ -12,10 +12,7 @@ def pages(p: Protagonist) -> Worked:
     tot = t + p.int(5, 150)
     question = p.choose(
         f"A book has {tot} pages. {p.name} reads {r} pages a day for {d} days. How many pages are left to read?",
-        (
-            f"{p.name} reads {r} pages every day. "
-            f"After {d} days, how many pages of a {tot}-page book are still unread?"
-        ),
+        (f"{p.name} reads {r} pages every day. After {d} days, how many pages of a {tot}-page book are still unread?"),
     )
     return question, [f"{p.He} reads {r} * {d} = {t} pages.", f"There are {tot} - {t} = {tot - t} pages left."], tot - t
 
