@@ -1,0 +1,58 @@
+"""The target's experts: exact weights that pass through the expert cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from runtime.artifacts.pack import Pack
+from runtime.decode.bank import route_rows
+from runtime.memory.cache import ExpertCache
+from runtime.memory.location import ExpertKey
+from runtime.model.experts import ExpertMath, assignments, combine, rows_of
+
+
+class TargetExperts:
+    """Computes with the experts of the cache as they arrive.
+
+    Every (token, choice) has its own place in the output and the weighted sum runs in the router's order, so the result
+    does not depend on which experts were resident, nor on how many fit at once.
+    """
+
+    def __init__(self, pack: Pack, cache: ExpertCache, dtype: torch.dtype) -> None:
+        self._pack = pack
+        self._cache = cache
+        self._dtype = dtype
+        self._layers: list[int] = []
+        self._chosen: list[Tensor] = []
+
+    def compute(
+        self, layer_id: int, math: ExpertMath, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, by_row: bool
+    ) -> Tensor:
+        """See `ExpertBackend.compute`."""
+        self._layers.append(layer_id)
+        self._chosen.append(top_k_index)
+        outputs = hidden.new_empty(*top_k_index.shape, hidden.shape[-1])
+        places = assignments(top_k_index)
+        keys = [(layer_id, expert_id) for expert_id in places]
+        with self._cache.stream(keys) as stream:
+            for key, buffer in stream:
+                weights = self._weights(key, buffer)
+                if by_row:
+                    for token, choice in places[key[1]]:
+                        row = hidden[token : token + 1].clone()
+                        outputs[token, choice] = math.forward(row, **weights)[0]
+                else:
+                    tokens, choice_ids = rows_of(places[key[1]])
+                    outputs[tokens, choice_ids] = math.forward(hidden[tokens], **weights)
+        return combine(outputs, top_k_weights)
+
+    def _weights(self, key: ExpertKey, buffer: Tensor) -> dict[str, Tensor]:
+        tensors = self._pack.decode_target(key, buffer)
+        return {name: tensor if tensor.dtype == self._dtype else tensor.to(self._dtype) for name, tensor in tensors.items()}
+
+    def take_route(self) -> list[list[ExpertKey]]:
+        """The experts of each token since the last call, in layer order; forgets them."""
+        rows = route_rows(self._layers, self._chosen)
+        self._layers, self._chosen = [], []
+        return rows
