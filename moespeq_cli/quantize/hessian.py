@@ -1,70 +1,59 @@
-"""Second moments of what the experts' linears are fed, from exactly the tokens routed to each."""
+"""What the routed experts of a layer were fed, and the second moments that GPTQ works from."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-FLUSH_ROWS = 512  # rows gathered before a product: few rows make slow products, and fixed cuts make equal sums
+from runtime.model.stream import LayerTrace
+
+PIECE_ROWS = 4096  # rows whose product is taken at once, so that float32 copies of wide inputs stay small
 
 
-class HessianSum:
-    """Sum of x x^T over the inputs of each of several linears.
+class TokenLog:
+    """Collects, as the observer of one layer, exactly the tokens that the router sent to each expert.
 
-    The rows of a linear are multiplied in pieces of `FLUSH_ROWS`, cut by their count alone, so the sums are the
-    same bits however the tokens were handed over: one sequence at a time or several.
+    Rows are kept in the order of the text. Nothing is padded, so nothing but text is counted.
     """
 
-    def __init__(self, num_experts: int, in_features: int, device: torch.device | str = "cpu") -> None:
-        self.in_features = in_features
-        self.counts = [0] * num_experts
-        self._sums: list[Tensor | None] = [None] * num_experts
-        self._waiting: list[list[Tensor]] = [[] for _ in range(num_experts)]
-        self._waiting_rows = [0] * num_experts
-        self._device = torch.device(device)
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+        self._hidden: list[Tensor] = []
+        self._choices: list[Tensor] = []
 
-    def add(self, expert: int, inputs: Tensor) -> None:
-        """Count tokens of one expert.
+    def __call__(self, trace: LayerTrace) -> None:
+        """Take one sequence's trace."""
+        self._hidden.append(trace.hidden)
+        self._choices.append(trace.top_k_index)
 
-        Args:
-            expert: position of the expert among those summed here.
-            inputs: [tokens, in_features], any float dtype.
-        """
-        rows = inputs.to(device=self._device, dtype=torch.float32)
-        self.counts[expert] += rows.shape[0]
-        while rows.shape[0]:
-            taken = rows[: FLUSH_ROWS - self._waiting_rows[expert]]
-            self._waiting[expert].append(taken)
-            self._waiting_rows[expert] += taken.shape[0]
-            rows = rows[taken.shape[0] :]
-            if self._waiting_rows[expert] == FLUSH_ROWS:
-                self._flush(expert)
+    @property
+    def counts(self) -> list[int]:
+        """Tokens of each expert."""
+        total = torch.zeros(self.num_experts, dtype=torch.int64)
+        for choices in self._choices:
+            total += torch.bincount(choices.flatten(), minlength=self.num_experts)
+        return [int(count) for count in total]
 
-    def hessian(self, expert: int) -> Tensor:
-        """2 / n * sum of x x^T, float32 [in_features, in_features]; zeros where no token came."""
-        self._flush(expert)
-        total = self._sums[expert]
-        if total is None:
-            return torch.zeros(self.in_features, self.in_features, device=self._device)
-        return total * (2.0 / self.counts[expert])
+    def inputs(self, expert_id: int) -> Tensor:
+        """The experts' input for each token of one expert, [tokens, H]."""
+        taken = [
+            hidden[(choices == expert_id).any(-1)] for hidden, choices in zip(self._hidden, self._choices, strict=True)
+        ]
+        return torch.cat(taken) if taken else torch.empty(0, 0)
 
-    def stacked(self) -> Tensor:
-        """The Hessians of all experts, [experts, in_features, in_features]; the sums are given up one by one."""
-        experts = len(self.counts)
-        result = torch.empty(experts, self.in_features, self.in_features, device=self._device)
-        for expert in range(experts):
-            result[expert] = self.hessian(expert)
-            self._sums[expert] = None
-        return result
 
-    def _flush(self, expert: int) -> None:
-        if not self._waiting[expert]:
-            return
-        rows = torch.cat(self._waiting[expert])
-        total = self._sums[expert]
-        if total is None:
-            self._sums[expert] = rows.t() @ rows
-        else:
-            total.addmm_(rows.t(), rows)
-        self._waiting[expert].clear()
-        self._waiting_rows[expert] = 0
+def hessian(inputs: Tensor) -> Tensor:
+    """Second moments 2 / n * sum of x x^T over n inputs, as GPTQ defines them for one linear.
+
+    Args:
+        inputs: [n, in_features], any float dtype; n may be 0.
+
+    Returns:
+        float32 [in_features, in_features]; all 0 where n is 0.
+    """
+    tokens, in_features = inputs.shape
+    total = torch.zeros(in_features, in_features, device=inputs.device)
+    for start in range(0, tokens, PIECE_ROWS):
+        rows = inputs[start : start + PIECE_ROWS].to(torch.float32)
+        total.addmm_(rows.t(), rows)
+    return total.mul_(2.0 / max(tokens, 1))
