@@ -117,8 +117,10 @@ def encode_documents(tokenizer: Any, documents: list[str]) -> TokenIds:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The fast tokenizer of a checkpoint's folder."""
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    """The fast tokenizer of a checkpoint's folder, which reads special tokens within a document as plain text."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True  # a source file may spell one out
+    return tokenizer
 
 
 def _maths_job(job: int, tokenizer_folder: str) -> TokenIds:
