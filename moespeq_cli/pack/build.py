@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any
 
 import torch
@@ -133,8 +134,8 @@ def _layers(plan: PackPlan, journal: Journal, advance: Advance) -> dict[str, lis
             left.append(layer_id)
             continue
         for side in SIDES:
-            records[side] += [RecordEntry(**entry) for entry in step[side]]
-        for _ in step["target"]:
+            records[side] += [RecordEntry(*values) for values in json.loads(step[side])]
+        for _ in plan.placements[layer_id]:
             advance()
         ends = {str(name): int(end) for name, end in step["ends"].items()}
     if not left:
@@ -154,7 +155,8 @@ def _layers(plan: PackPlan, journal: Journal, advance: Advance) -> dict[str, lis
                 writer.sync()
             for side in SIDES:
                 records[side] += step[side]
-            marked: dict[str, Any] = {side: [asdict(entry) for entry in step[side]] for side in SIDES}
+            # as text: the journal is written whole after every layer, and thousands of objects would make that slow
+            marked: dict[str, Any] = {side: json.dumps([astuple(entry) for entry in step[side]]) for side in SIDES}
             marked["ends"] = {name: writer.end_bytes for name, writer in writers.items()}
             marked["seconds"] = time.perf_counter() - start
             journal.mark(f"layer {layer_id}", marked)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moespeq_cli.pack.dense import model_files
+from moespeq_cli.pack.routing import load_routing
 from moespeq_cli.pack.striping import Routing, read_order, stripe
 from runtime.artifacts.checkpoint import Checkpoint
 from runtime.artifacts.gptq_format import effective_group_size
@@ -131,7 +132,7 @@ def make_plan(
         )
     source = Quantized.open(quantized)
     require_same_model("quantized", quantized, source.manifest.model_digest, checkpoint.digest)
-    routing = _load(profile, checkpoint.digest, spec) if profile is not None else None
+    routing = load_routing(profile, checkpoint.digest) if profile is not None else None
     shards = stripe(len(spec.moe_layers), spec.num_experts, num_shards, routing)
     return PackPlan(
         folder=folder,
@@ -155,12 +156,6 @@ def make_plan(
         dense=dense_names(checkpoint, spec),
         model_files=model_files(checkpoint.folder),
     )
-
-
-def _load(profile: Path, digest: str, spec: MoeSpec) -> Routing:
-    from moespeq_cli.pack.routing import load_routing
-
-    return load_routing(profile, digest, spec)
 
 
 def _draft_format(layer: LayerFormat, spec: MoeSpec, where: str) -> DraftFormat:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moespeq_cli.pack.plan import PackPlan
+from moespeq_cli.pack.striping import shared_reads, stripe
 from runtime.artifacts.manifest import FileEntry
 from runtime.artifacts.record import RAW, RecordLayout
 from runtime.artifacts.record_index import RecordEntry
@@ -36,10 +37,30 @@ def make_report(
         "target_bits_per_weight": _record_bits(plan, records["target"]),
         "draft_bits_per_weight": _record_bits(plan, records["draft"]),
         "raw_records": sum(entry.encoding == RAW.name for entry in records["target"]),
+        "striping": _striping(plan),
         "layers": layers,
         "bytes_by_file": {name: entry.size_bytes for name, entry in sorted(files.items())},
         "total_bytes": sum(entry.size_bytes for entry in files.values()),
         "seconds": round(seconds, 3),
+    }
+
+
+def _striping(plan: PackPlan) -> dict[str, Any]:
+    """Pairs of experts of one token that lie in one shard, as striped and as going round would have put them."""
+    if plan.routing is None:
+        return {"by": "round-robin"}
+    layers, experts = len(plan.spec.moe_layers), plan.spec.num_experts
+    mine = [[0] * experts for _ in range(layers)]
+    for index, layer_id in enumerate(plan.spec.moe_layers):
+        for placement in plan.placements[layer_id]:
+            mine[index][placement.key[1]] = placement.shard
+    round_robin = stripe(layers, experts, plan.num_shards, None)
+    matrices = plan.routing.coactivation
+    return {
+        "by": "co-activation",
+        "pairs_in_one_shard": sum(shared_reads(matrices[i], mine[i]) for i in range(layers)),
+        "pairs_in_one_shard_round_robin": sum(shared_reads(matrices[i], round_robin[i]) for i in range(layers)),
+        "pairs": sum(shared_reads(matrices[i], [0] * experts) for i in range(layers)),
     }
 
 

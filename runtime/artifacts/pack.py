@@ -189,31 +189,34 @@ def read_pack_header(path: Path) -> dict[str, TensorInfo]:
 
 def _check_manifest(manifest: PackManifest, folder: Path) -> None:
     spec, formats = manifest.spec, manifest.draft_formats
-    layers = sorted(spec.moe_layers)
-    wanted = {shard_name(side, i) for side in SIDES for i in range(manifest.num_shards)}
-    wanted |= {RECORDS, DENSE, f"{MODEL_FOLDER}/config.json"}
-    rules: list[tuple[str, object, object]] = [
-        (
-            "an encoding this version knows",
-            manifest.encoding if manifest.encoding in ENCODINGS else None,
-            manifest.encoding,
-        ),
+    layers = sorted(str(layer) for layer in spec.moe_layers)
+    sizes = (spec.num_experts, spec.hidden_size, spec.moe_intermediate_size, len(spec.moe_layers))
+    known = manifest.encoding if manifest.encoding in ENCODINGS else sorted(ENCODINGS)
+    facts: list[tuple[str, object, object]] = [
+        ("an encoding this version knows", known, manifest.encoding),
         ("draft_layout_name", DRAFT_LAYOUT, manifest.draft_layout_name),
         ("align_bytes", ALIGN_BYTES, manifest.align_bytes),
-        ("unlisted files", [], sorted(wanted - set(manifest.files))),
-        ("layers of draft_formats", layers, sorted(int(layer) for layer in formats if layer.isdigit())),
-        ("layers of draft_layouts", layers, sorted(int(layer) for layer in manifest.draft_layouts if layer.isdigit())),
+        ("spec.dtype among BF16, F16, F32", True, spec.dtype in ("BF16", "F16", "F32")),
+        ("sizes in spec above 0", True, min(sizes) > 0),
+        ("one to as many shards as files", True, 0 < manifest.num_shards <= len(manifest.files)),
+        ("layers of draft_formats", layers, sorted(formats)),
+        ("layers of draft_layouts", layers, sorted(manifest.draft_layouts)),
     ]
-    _require(rules, folder)
-    rules = [("target_layout", target_layout(spec), manifest.target_layout)]
-    rules += [
+    _require(facts, folder)
+    wanted = {shard_name(side, i) for side in SIDES for i in range(manifest.num_shards)}
+    wanted |= {RECORDS, DENSE, f"{MODEL_FOLDER}/config.json"}
+    facts = [("unlisted files", [], sorted(wanted - set(manifest.files)))]
+    facts += [(f"draft_formats.{layer} fits the model", True, form.fits(spec)) for layer, form in formats.items()]
+    _require(facts, folder)
+    facts = [("target_layout", target_layout(spec), manifest.target_layout)]
+    facts += [
         (f"draft_layouts.{layer}", form.layout(spec), manifest.draft_layouts[layer]) for layer, form in formats.items()
     ]
-    _require(rules, folder)
+    _require(facts, folder)
 
 
-def _require(rules: list[tuple[str, object, object]], folder: Path) -> None:
-    for what, expected, found in rules:
+def _require(facts: list[tuple[str, object, object]], folder: Path) -> None:
+    for what, expected, found in facts:
         if expected != found:
             raise ArtifactError(expected=f"{what}: {expected} in the manifest of {folder}", found=str(found), mend=MEND)
 

@@ -124,6 +124,13 @@ class LinearFormat:
     bits: int  # 4 or 8; 0 for a kept linear
     group_size: int  # input features that share a scale; 0 for a kept linear
 
+    def fits(self, columns: int) -> bool:
+        """Whether a linear of this many input features can be held so."""
+        if self.bits == 0:
+            return self.group_size == 0
+        whole = self.group_size > 0 and columns % self.group_size == 0
+        return self.bits in (4, 8) and whole and columns * self.bits % 8 == 0
+
     def tensors(self, name: str, rows: int, columns: int, dtype: str) -> list[tuple[str, str, tuple[int, ...]]]:
         """The (name, dtype, shape) tensors that hold a [rows, columns] linear."""
         if self.bits == 0:
@@ -143,7 +150,12 @@ class DraftFormat:
     gate_up: LinearFormat
     down: LinearFormat
 
+    def fits(self, spec: MoeSpec) -> bool:
+        """Whether experts of this model can be held so."""
+        return self.gate_up.fits(spec.hidden_size) and self.down.fits(spec.moe_intermediate_size)
+
     def layout(self, spec: MoeSpec) -> RecordLayout:
+        """The layout of a draft record."""
         inner, hidden = spec.moe_intermediate_size, spec.hidden_size
         tensors = self.gate_up.tensors("gate_up", 2 * inner, hidden, spec.dtype)
         tensors += self.down.tensors("down", hidden, inner, spec.dtype)

@@ -15,6 +15,7 @@ from runtime.artifacts.checkpoint import Checkpoint
 from runtime.artifacts.gptq_format import effective_group_size, pack_linear
 from runtime.artifacts.manifest import FileEntry, save_manifest
 from runtime.artifacts.pack import Pack
+from runtime.artifacts.profile import ProfileManifest
 from runtime.artifacts.quantized import Calibration, LayerFormat, QuantizedManifest, linear_name
 from runtime.model.families import PROJECTIONS, MoeSpec, describe, read_expert
 
@@ -108,3 +109,38 @@ def contents(folder: Path) -> dict[str, bytes]:
     """Every file of a pack but the report, which holds a time."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != "report.json")
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def save_profile(model: Path, folder: Path, coactivation: torch.Tensor) -> Path:
+    """A routing profile of one domain, one token and no trace, with this co-activation [layers, E, E]."""
+    checkpoint = Checkpoint.open(model)
+    spec = describe(checkpoint)
+    layers, counts = len(spec.moe_layers), coactivation.diagonal(dim1=1, dim2=2)
+    tensors = {
+        "counts": counts[None].contiguous(),
+        "coactivation": coactivation,
+        "reuse_histogram": torch.zeros(1, layers, 1, dtype=torch.int64),
+        "first_uses": torch.zeros(1, layers, dtype=torch.int64),
+        "reuse_mean": torch.zeros(1, layers, dtype=torch.float64),
+        "kept_from_previous": torch.zeros(1, layers, dtype=torch.float64),
+        "trace": torch.zeros(0, layers, spec.top_k, dtype=torch.int16),
+        "trace_starts": torch.zeros(0, dtype=torch.int64),
+        "trace_domain": torch.zeros(0, dtype=torch.int64),
+    }
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "routing.safetensors")
+    manifest = ProfileManifest(
+        model_digest=checkpoint.digest,
+        model_type=spec.model_type,
+        moe_layers=spec.moe_layers,
+        num_experts=spec.num_experts,
+        top_k=spec.top_k,
+        domains={"text": 1},
+        sequences={"text": 1},
+        reuse_edges=(1, 2),
+        trace_tokens=0,
+        settings={},
+        files={"routing.safetensors": FileEntry.of(folder / "routing.safetensors")},
+    )
+    save_manifest(folder, manifest)
+    return folder
