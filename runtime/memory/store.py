@@ -155,8 +155,10 @@ class _Shard:
         self.direct = bool(direct and _O_DIRECT)
         self._lock = threading.Lock()
         self._fds: list[int] = []
+        self._fd = -1
         self._direct_fd = self._open(_O_DIRECT) if self.direct else -1
-        self._fd = self._open(0) if not self.direct else -1
+        if not self.direct:
+            self._buffered_fd()
         size_bytes = os.fstat(self._fds[0]).st_size
         if size_bytes < needed_bytes:
             self.close()
@@ -196,7 +198,7 @@ class _Shard:
         except OSError as error:
             if extra_flags and error.errno in _NOT_DIRECT:
                 self.direct = False
-                return self._buffered_fd()
+                return -1
             raise StorageError(
                 expected=f"the readable shard {self.path}",
                 found=error.strerror or str(error),

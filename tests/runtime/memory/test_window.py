@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from runtime.memory.window import Window
+
+A, B, C, D = (0, 1), (0, 2), (1, 1), (1, 2)
+
+
+def test_next_use_is_the_first_position() -> None:
+    window = Window()
+    window.announce([[A, C], [B, C], [A, D]], None, 1)
+    assert window.next_use == {A: 0, C: 1, B: 2, D: 5}
+    assert list(window.wanted()) == [(A, 2), (C, 2), (B, 4), (D, 6)]
+
+
+def test_use_in_the_pass_moves_the_next_use_behind_it() -> None:
+    window = Window()
+    window.announce([[A, C], [B, C], [A, D]], None, 1)
+    for key in (A, C):
+        window.consume(key)
+        window.consume(key)
+    assert window.next_use == {A: 4, C: 3, B: 2, D: 5}
+    window.consume(B)  # used out of turn: it is still needed by row 1
+    assert window.next_use[B] == 2
+    window.consume((9, 9))
+
+
+def test_rows_of_one_pass_are_one_step_in_layer_order() -> None:
+    window = Window()
+    window.announce([[A, C], [B, C], [C, D]], None, 2)
+    assert window.next_use == {A: 0, B: 1, C: 2, D: 4}
+    assert list(window.wanted()) == [(A, 3), (B, 3), (C, 3), (D, 5)]
+    for key in (A, B, C):
+        window.consume(key)
+    assert window.next_use == {C: 3, D: 4}
+
+
+def test_fetch_rows_bounds_what_is_wanted_and_not_what_is_seen() -> None:
+    window = Window()
+    window.announce([[A], [B], [D]], 1, 2)
+    assert [key for key, _ in window.wanted()] == [A]
+    assert set(window.next_use) == {A, B, D}
+    window.announce([[A], [B]], 0, 1)
+    assert list(window.wanted()) == [] and set(window.next_use) == {A, B}
+
+
+def test_doubles_and_empty_rows_and_a_new_announcement() -> None:
+    window = Window()
+    window.announce([[A, A], [], [A, B]], None, 1)
+    assert list(window.wanted()) == [(A, 1), (B, 3)]
+    window.announce([], None, 1)
+    assert not window.next_use and not list(window.wanted())
