@@ -1,0 +1,165 @@
+"""How many drafted tokens the next verification takes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from runtime.errors import InputError
+
+GOVERNORS = ("fixed", "threshold", "roofline")
+_SMOOTHING = 0.1  # weight of the newest measurement
+_PRIOR_ACCEPTANCE = 0.9
+
+
+class Measured:
+    """What a run has shown so far: seconds of a draft step and of a verified row, acceptance by place in the pass."""
+
+    def __init__(self) -> None:
+        self.draft_s = 0.0
+        self.row_s = 0.0
+        self._acceptance: list[float] = []
+
+    def drafted(self, seconds: float) -> None:
+        """One draft step took so long."""
+        self.draft_s = _smooth(self.draft_s, seconds)
+
+    def computed(self, rows: int, seconds: float) -> None:
+        """One pass of so many rows computed so long, waiting for experts not counted."""
+        self.row_s = _smooth(self.row_s, seconds / rows)
+
+    def judged(self, tried: int, accepted: int) -> None:
+        """Of `tried` proposals the first `accepted` were right."""
+        while len(self._acceptance) < tried:
+            self._acceptance.append(_PRIOR_ACCEPTANCE)
+        for place in range(min(accepted + 1, tried)):
+            hit = 1.0 if place < accepted else 0.0
+            self._acceptance[place] += _SMOOTHING * (hit - self._acceptance[place])
+
+    def acceptance(self, place: int) -> float:
+        """Probability that the proposal at this place is right where all before it were."""
+        if place < len(self._acceptance):
+            return self._acceptance[place]
+        return self._acceptance[-1] if self._acceptance else _PRIOR_ACCEPTANCE
+
+
+def _smooth(old: float, new: float) -> float:
+    return new if old == 0 else old + _SMOOTHING * (new - old)
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What is known when a verification begins.
+
+    Attributes:
+        most: proposals that may be verified at most.
+        missing_bytes: of the experts for rows 0 .. j, by j; the routing of the drafted rows is on record.
+        bytes_per_s: of the link, as measured; 0 when nothing was read yet.
+        measured: times and acceptance so far.
+    """
+
+    most: int
+    missing_bytes: Callable[[int], int]
+    bytes_per_s: float
+    measured: Measured
+
+
+class Governor(Protocol):
+    """Picks the number of proposals to verify."""
+
+    name: str
+
+    def choose(self, situation: Situation) -> int:
+        """A number from 0 to `situation.most`."""
+
+    def observe(self, tried: int, accepted: int) -> None:
+        """How the verification went."""
+
+
+class Fixed:
+    """Always the same number."""
+
+    name = "fixed"
+
+    def __init__(self, verify_window: int) -> None:
+        self._window = verify_window
+
+    def choose(self, situation: Situation) -> int:
+        """The verify window, or what there is."""
+        return min(self._window, situation.most)
+
+    def observe(self, tried: int, accepted: int) -> None:
+        """Nothing is learnt."""
+
+
+class Threshold:
+    """One more while the mean of the last ten acceptance rates is above 0.9, else one less; between 1 and the window."""
+
+    name = "threshold"
+
+    def __init__(self, verify_window: int) -> None:
+        self._most = max(verify_window, 1)
+        self._window = 1
+        self._rates: deque[float] = deque(maxlen=10)
+
+    def choose(self, situation: Situation) -> int:
+        """The current number, or what there is."""
+        return min(self._window, situation.most)
+
+    def observe(self, tried: int, accepted: int) -> None:
+        """Move the number by one."""
+        if tried:
+            self._rates.append(accepted / tried)
+            step = 1 if sum(self._rates) / len(self._rates) > 0.9 else -1
+            self._window = min(max(self._window + step, 1), self._most)
+
+
+class Roofline:
+    """The number with the most expected tokens a second, 0 included.
+
+    Expected tokens are 1 plus the sum of the products of acceptance; the time is the larger of link and compute: bytes
+    still missing over the link's rate, or draft steps used up plus rows verified.
+    """
+
+    name = "roofline"
+
+    def __init__(self, verify_window: int) -> None:
+        self._most = verify_window
+
+    def choose(self, situation: Situation) -> int:
+        """The best j by the estimate; the smaller one of equals."""
+        measured = situation.measured
+        best, best_rate, expected, chain = 0, 0.0, 1.0, 1.0
+        for j in range(min(self._most, situation.most) + 1):
+            if j:
+                chain *= measured.acceptance(j - 1)
+                expected += chain
+            link_s = situation.missing_bytes(j) / situation.bytes_per_s if situation.bytes_per_s else 0.0
+            compute_s = (j + 1) * measured.row_s + expected * measured.draft_s
+            rate = expected / max(link_s, compute_s, 1e-9)
+            if rate > best_rate * (1 + 1e-9):
+                best, best_rate = j, rate
+        return best
+
+    def observe(self, tried: int, accepted: int) -> None:
+        """`Measured` keeps what it needs."""
+
+
+def make_governor(name: str, verify_window: int) -> Governor:
+    """A governor by name.
+
+    Raises:
+        InputError: an unknown name or a negative window.
+    """
+    makers: dict[str, Callable[[int], Governor]] = {"fixed": Fixed, "threshold": Threshold, "roofline": Roofline}
+    if name not in makers:
+        raise InputError(
+            expected=f"a governor of {', '.join(GOVERNORS)}", found=repr(name), mend="pass one of them to --governor"
+        )
+    if verify_window < 0:
+        raise InputError(
+            expected="a --verify-window of 0 or more", found=str(verify_window), mend="0 verifies one row at a time"
+        )
+    return makers[name](verify_window)

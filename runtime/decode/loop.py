@@ -1,0 +1,215 @@
+"""Draft far, verify short.
+
+State: a verified prefix, and a tail of drafted tokens with their KV and their routing. A round drafts until the tail is
+full, verifies the first `j` of it together with the last verified token, keeps the longest right prefix, and compares the
+target's own next token with the following drafted one: where they agree the rest of the tail stays valid. The long tail
+is what prefetch and eviction see; the short verification wastes no bytes on rows after a wrong token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from runtime.decode.governor import Governor, Measured, Situation
+from runtime.decode.sampling import Chooser, Proposal
+from runtime.memory.location import ExpertKey
+from runtime.memory.predict import Predictor
+from runtime.model.rowwise import MAX_ROWS
+from runtime.stats import DecodeStats
+
+Route = list[ExpertKey]
+
+
+class Draft(Protocol):
+    """Proposes: one token in, logits of the next out, its routing on the side."""
+
+    def step(self, token: int, position: int) -> tuple[Tensor, Route]:
+        """Logits [vocab_size] after `token`, and the experts that it was routed to."""
+
+
+class Target(Protocol):
+    """Decides: the exact model."""
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Write the KV of a sequence's first tokens."""
+
+    def rows(self, tokens: Sequence[int], position: int) -> tuple[Tensor, list[Route]]:
+        """Logits [rows, vocab_size] and routing of 1 to MAX_ROWS tokens from `position` on."""
+
+
+class Experts(Protocol):
+    """The part of the expert cache that decoding talks to."""
+
+    def announce(
+        self, upcoming: Sequence[Sequence[ExpertKey]], fetch_rows: int | None = None, *, pass_rows: int = 1
+    ) -> None:
+        """Say which experts the coming rows need."""
+
+    def missing_bytes(self, keys: Sequence[ExpertKey]) -> int:
+        """Bytes of those experts that are not resident."""
+
+
+@dataclass(slots=True)
+class Tail:
+    """Drafted tokens after the verified prefix.
+
+    `routes[i]` belongs to the i-th input: input 0 is the last verified token, input i is `proposals[i - 1]`; so the
+    newest proposal has no route yet, and both lists have the same length.
+    """
+
+    proposals: list[Proposal] = field(default_factory=list)
+    routes: list[Route] = field(default_factory=list)
+
+    def drop(self, count: int) -> None:
+        """Forget the first `count` proposals; they are part of the prefix now."""
+        del self.proposals[:count]
+        del self.routes[:count]
+
+    def clear(self) -> None:
+        """Forget everything: the target chose another way."""
+        self.proposals.clear()
+        self.routes.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSettings:
+    """Limits of one generation.
+
+    Attributes:
+        max_new_tokens: tokens to generate at most.
+        stop_ids: token ids that end the text; the first one met is the last token kept.
+        prefetch_window: tokens of tail; 0 drafts nothing.
+        fetch_rows: rows of the announcement that are fetched ahead; None means all.
+    """
+
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+    prefetch_window: int
+    fetch_rows: int | None = None
+
+
+class SpeculativeLoop:
+    """One sequence, token by token."""
+
+    def __init__(
+        self,
+        target: Target,
+        draft: Draft | None,
+        experts: Experts,
+        chooser: Chooser,
+        predictor: Predictor,
+        governor: Governor,
+        stats: DecodeStats,
+    ) -> None:
+        self._target, self._draft, self._experts = target, draft, experts
+        self._chooser, self._predictor, self._governor = chooser, predictor, governor
+        self._stats = stats
+        self._measured = Measured()
+
+    def generate(self, prompt: Sequence[int], settings: LoopSettings) -> Iterator[int]:
+        """Yield new tokens, the stop id included, each as soon as the target has decided it.
+
+        Args:
+            prompt: at least one token id.
+            settings: limits.
+        """
+        if settings.max_new_tokens < 1:
+            return
+        tokens, tail, emitted = list(prompt), Tail(), 0
+        started = time.perf_counter()
+        self._target.prefill(tokens[:-1])
+        self._stats.prefill_s += time.perf_counter() - started
+        self._stats.prompt_tokens += len(tokens)
+        while emitted < settings.max_new_tokens:
+            left = settings.max_new_tokens - emitted
+            self._fill(tail, tokens, settings, left)
+            for token in self._verify(tail, tokens, left, settings):
+                tokens.append(token)
+                emitted += 1
+                yield token
+            if tokens[-1] in settings.stop_ids:
+                return
+
+    def _fill(self, tail: Tail, tokens: list[int], settings: LoopSettings, left: int) -> None:
+        """Draft until the tail is full, ends the text, or reaches the last token wanted."""
+        if self._draft is None:
+            return
+        most = min(settings.prefetch_window, left)
+        while len(tail.proposals) < most:
+            if tail.proposals and tail.proposals[-1].token in settings.stop_ids:
+                return
+            position = len(tokens) - 1 + len(tail.proposals)
+            token = tail.proposals[-1].token if tail.proposals else tokens[-1]
+            started = time.perf_counter()
+            logits, route = self._draft.step(token, position)
+            tail.proposals.append(self._chooser.draft(logits, position + 1))
+            tail.routes.append(route)
+            seconds = time.perf_counter() - started
+            self._measured.drafted(seconds)
+            self._stats.draft_s += seconds
+            self._stats.draft_steps += 1
+            self._announce(tail, settings, pass_rows=1)
+
+    def _announce(self, tail: Tail, settings: LoopSettings, pass_rows: int) -> None:
+        self._experts.announce(self._predictor.upcoming(tail.routes), settings.fetch_rows, pass_rows=pass_rows)
+
+    def _verify(self, tail: Tail, tokens: list[int], left: int, settings: LoopSettings) -> list[int]:
+        """Run the target on the last verified token and the first j proposals; what it decides, at least one token."""
+        j = self._governor.choose(self._situation(tail, left))
+        inputs = [tokens[-1], *(proposal.token for proposal in tail.proposals[:j])]
+        position, decided, agreed = len(tokens) - 1, list[int](), True
+        for start in range(0, len(inputs), MAX_ROWS):
+            part = inputs[start : start + MAX_ROWS]
+            self._announce(tail, settings, pass_rows=len(part))
+            logits, routes = self._timed_rows(part, position + start)
+            for row in range(len(part)):
+                token, agreed = self._decide(tail, logits[row], routes[row], position + len(decided) + 1)
+                decided.append(token)
+                if not agreed or token in settings.stop_ids:
+                    break
+            if not agreed or decided[-1] in settings.stop_ids:
+                break
+        accepted = min(len(decided) - (not agreed), j)
+        self._measured.judged(j, accepted)
+        self._governor.observe(j, accepted)
+        self._stats.round_done(j, accepted, len(decided))
+        return decided
+
+    def _situation(self, tail: Tail, left: int) -> Situation:
+        cache = self._stats.cache
+        return Situation(
+            most=min(len(tail.proposals), left - 1),
+            missing_bytes=lambda j: self._experts.missing_bytes(_union(tail.routes[: j + 1])),
+            bytes_per_s=cache.read_bytes / cache.link_busy_s if cache.link_busy_s else 0.0,
+            measured=self._measured,
+        )
+
+    def _timed_rows(self, part: list[int], position: int) -> tuple[Tensor, list[Route]]:
+        started, wait_s = time.perf_counter(), self._stats.cache.wait_s
+        logits, routes = self._target.rows(part, position)
+        seconds = time.perf_counter() - started
+        self._measured.computed(len(part), seconds - (self._stats.cache.wait_s - wait_s))
+        self._stats.pass_done(len(part), seconds)
+        return logits, routes
+
+    def _decide(self, tail: Tail, logits: Tensor, route: Route, position: int) -> tuple[int, bool]:
+        """The token at a position, and whether it is the drafted one; the tail moves on or is dropped."""
+        proposal = tail.proposals[0] if tail.proposals else None
+        token = self._chooser.target(logits, position, proposal)
+        agreed = proposal is not None and token == proposal.token
+        self._predictor.observe(route)
+        self._stats.row_done(route, tail.routes[0] if tail.routes else None, agreed)
+        if agreed:
+            tail.drop(1)
+        else:
+            tail.clear()
+        return token, agreed
+
+
+def _union(routes: Sequence[Route]) -> list[ExpertKey]:
+    return list(dict.fromkeys(key for route in routes for key in route))

@@ -1,0 +1,277 @@
+"""A pack made ready to decode: plan, model, draft bank, expert cache, loop."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from runtime.artifacts.pack import Pack
+from runtime.config import RunSettings
+from runtime.decode.bank import INT4_GROUPS, DraftBank
+from runtime.decode.governor import make_governor
+from runtime.decode.loop import LoopSettings, Route, SpeculativeLoop
+from runtime.decode.sampling import Chooser, SamplingSettings
+from runtime.decode.target import TargetExperts
+from runtime.errors import InputError, PlanError
+from runtime.memory.cache import ExpertCache
+from runtime.memory.eviction import make_policy
+from runtime.memory.location import ExpertKey
+from runtime.memory.plan import MemoryPlan, make_plan
+from runtime.memory.predict import make_predictor
+from runtime.memory.slots import SlotPool
+from runtime.memory.store import RecordStore
+from runtime.model.host import Host
+from runtime.model.kv import bytes_per_token
+from runtime.model.loader import TORCH_DTYPES
+from runtime.stats import DecodeStats
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_SMALL_EXPERT_BYTES = 2_000_000  # below this a second thread costs more than it computes
+
+
+def compute_dtype(pack: Pack, settings: RunSettings) -> torch.dtype:
+    """The type of the arithmetic: as asked for, or as the experts are stored."""
+    return TORCH_DTYPES[pack.spec.dtype] if settings.dtype == "auto" else _DTYPES[settings.dtype]
+
+
+def plan_run(pack: Pack, settings: RunSettings, context_tokens: int) -> MemoryPlan:
+    """What goes where, before anything is loaded.
+
+    Args:
+        pack: an opened pack.
+        settings: of the run.
+        context_tokens: prompt and new tokens at their longest.
+
+    Raises:
+        PlanError: it does not fit; the message names what would.
+    """
+    dtype, spec = compute_dtype(pack, settings), pack.spec
+    config = SimpleNamespace(**json.loads((pack.config_folder / "config.json").read_text(encoding="utf-8")))
+    dense = sum(_elements(pack.dense_info(name).shape) for name in pack.dense_names()) * dtype.itemsize
+    return make_plan(
+        dense_bytes=dense,
+        draft_bytes=draft_bytes(pack) if settings.speculate and settings.prefetch_window else 0,
+        kv_bytes_per_token=bytes_per_token(config, dtype),
+        context_tokens=context_tokens,
+        slot_bytes=pack.target_slot_bytes,
+        num_experts_total=spec.num_records,
+        top_k=spec.top_k,
+        num_moe_layers=len(spec.moe_layers),
+        cache_size=settings.expert_cache_size,
+        max_parallel_transfers=settings.max_parallel_transfers,
+    )
+
+
+def draft_bytes(pack: Pack) -> int:
+    """Memory of the draft bank in the forms that `DraftBank` chooses."""
+    spec, total = pack.spec, 0
+    for layer_id in spec.moe_layers:
+        fmt = pack.draft_format(layer_id)
+        shapes = ((fmt.gate_up, 2 * spec.moe_intermediate_size, spec.hidden_size),)
+        shapes += ((fmt.down, spec.hidden_size, spec.moe_intermediate_size),)
+        for linear, rows, columns in shapes:
+            if linear.bits == 0:
+                total += spec.num_experts * rows * columns * TORCH_DTYPES[spec.dtype].itemsize
+                continue
+            packed = linear.bits == 4 and linear.group_size in INT4_GROUPS and rows % 16 == 0
+            group_bytes = 4 if packed else 3
+            total += spec.num_experts * rows * (columns * linear.bits // 8 + columns // linear.group_size * group_bytes)
+    return total
+
+
+def _elements(shape: Sequence[int]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to continue."""
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+    sampling: SamplingSettings
+
+
+class Engine:
+    """Generates tokens from a pack; close it, or use it in a `with`.
+
+    Attributes:
+        plan: what was planned to lie where.
+        stats: counts over all sequences so far.
+        host: the model, for its configuration.
+    """
+
+    def __init__(self, pack: Pack, settings: RunSettings, plan: MemoryPlan, keep_trace: bool = False) -> None:
+        """Load everything that stays in memory.
+
+        Raises:
+            ArtifactError: a file of the pack is damaged.
+            InputError: transformers cannot build the model.
+        """
+        self.pack, self.settings, self.plan = pack, settings, plan
+        dtype = compute_dtype(pack, settings)
+        torch.set_num_threads(settings.threads or self._threads())
+        started = time.perf_counter()
+        self.host = Host(pack.config_folder, pack.spec, dtype, pack.read_dense, pack.dense_names())
+        drafting = settings.speculate and settings.prefetch_window > 0
+        self._bank = DraftBank(pack, dtype) if drafting else None
+        self._store = RecordStore(pack.target_locations(), direct=settings.direct_io)
+        try:
+            pool = SlotPool(plan.num_slots, plan.slot_bytes)
+            policy = make_policy(settings.eviction, alpha=settings.alpha, beta=settings.beta, gamma=settings.gamma)
+            self.cache = ExpertCache(self._store, pool, policy, settings.max_parallel_transfers)
+        except BaseException:
+            self._store.close()
+            raise
+        self._experts = TargetExperts(pack, self.cache, dtype)
+        self.stats = DecodeStats(self.cache.stats, keep_trace=keep_trace)
+        self.load_s = time.perf_counter() - started
+
+    def _threads(self) -> int:
+        cores = len(os.sched_getaffinity(0))
+        return 1 if self.pack.target_slot_bytes < _SMALL_EXPERT_BYTES else cores
+
+    @property
+    def max_context(self) -> int:
+        """Prompt and new tokens at most."""
+        return self.host.max_context
+
+    def room(self, prompt_tokens: int, max_new_tokens: int) -> int:
+        """How many tokens may be generated: what was asked for, or what the context leaves.
+
+        Raises:
+            InputError: an empty prompt, or one that does not fit.
+        """
+        return context_room(prompt_tokens, max_new_tokens, self.max_context)
+
+    def generate(self, request: Request) -> Iterator[int]:
+        """Yield new token ids as the target decides them, the stop id included.
+
+        Raises:
+            InputError: the prompt is empty or does not fit, or an id is not in the vocabulary.
+            ArtifactError, StorageError: a record cannot be read.
+        """
+        room = self.room(len(request.prompt), request.max_new_tokens)
+        vocab_size = int(self.host.config.vocab_size)
+        if bad := [token for token in request.prompt if not 0 <= token < vocab_size]:
+            raise InputError(
+                expected=f"prompt ids below the vocabulary size {vocab_size}",
+                found=str(bad[0]),
+                mend="use the tokenizer that belongs to the model",
+            )
+        settings = self.settings
+        self.host.start(len(request.prompt) + room + 1)
+        loop = SpeculativeLoop(
+            target=self,
+            draft=self if self._bank is not None else None,
+            experts=self.cache,
+            chooser=Chooser(request.sampling),
+            predictor=make_predictor("draft" if settings.prefetch == "none" else settings.prefetch),
+            governor=make_governor(settings.governor, settings.verify_window),
+            stats=self.stats,
+        )
+        limits = LoopSettings(
+            max_new_tokens=room,
+            stop_ids=request.stop_ids,
+            prefetch_window=settings.prefetch_window if self._bank is not None else 0,
+            fetch_rows=0 if settings.prefetch == "none" else settings.fetch_rows,
+        )
+        started = time.perf_counter()
+        try:
+            yield from loop.generate(request.prompt, limits)
+        finally:
+            self.stats.total_s += time.perf_counter() - started
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """The loop's target: write the KV of the prompt. Layers are fetched ahead where most experts will be met."""
+        spec = self.pack.spec
+        most = len(tokens) * spec.top_k >= 2 * spec.num_experts
+        self.cache.announce([spec.keys()] if most else [])
+        self.host.prefill(tokens, self._experts)
+        self._experts.take_route()
+
+    def rows(self, tokens: Sequence[int], position: int) -> tuple[Tensor, list[Route]]:
+        """The loop's target: exact logits and routing of a few rows."""
+        logits = self.host.rows(tokens, position, self._experts)
+        return logits, self._experts.take_route()
+
+    def step(self, token: int, position: int) -> tuple[Tensor, Route]:
+        """The loop's draft: logits after one token, and its routing."""
+        assert self._bank is not None
+        logits = self.host.rows([token], position, self._bank)
+        return logits[0], self._bank.take_route()[0]
+
+    def trace(self) -> list[list[ExpertKey]]:
+        """The target's experts of every kept row, where `keep_trace` was set."""
+        return self.stats.trace
+
+    def report(self) -> dict[str, Any]:
+        """Everything `--stats` writes but the texts."""
+        import dataclasses
+
+        return {
+            "model_type": self.pack.spec.model_type,
+            "pack": str(self.pack.folder),
+            "settings": dataclasses.asdict(self.settings),
+            "plan": dataclasses.asdict(self.plan),
+            "measured_bytes": {
+                "dense": self.host.dense_bytes,
+                "draft": self._bank.num_bytes if self._bank is not None else 0,
+                "kv": self.host.kv.allocated_bytes,
+            },
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "direct_io": self._store.direct,
+            "load_s": self.load_s,
+            **self.stats.as_json(),
+        }
+
+    def close(self) -> None:
+        """Stop the readers and let go of the files."""
+        self.cache.close()
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def context_room(prompt_tokens: int, max_new_tokens: int, max_context: int) -> int:
+    """How many tokens may follow a prompt.
+
+    Raises:
+        InputError: the prompt is empty, or a negative number is asked for.
+        PlanError: the prompt does not fit, or leaves no room for a single token.
+    """
+    if prompt_tokens < 1:
+        raise InputError(expected="a prompt of at least one token", found="an empty one", mend="pass some text")
+    if max_new_tokens < 0:
+        raise InputError(expected="0 or more new tokens", found=str(max_new_tokens), mend="correct --max-new-tokens")
+    if prompt_tokens > max_context or (max_new_tokens and prompt_tokens == max_context):
+        raise PlanError(
+            expected=f"a prompt that leaves room in the model's context of {max_context} tokens",
+            found=f"{prompt_tokens} tokens",
+            mend="shorten the prompt",
+        )
+    return min(max_new_tokens, max_context - prompt_tokens)
+
+
+def open_engine(folder: Path, settings: RunSettings, context_tokens: int, keep_trace: bool = False) -> Engine:
+    """Open a pack, plan, and load: what a library user needs."""
+    pack = Pack.open(folder)
+    return Engine(pack, settings, plan_run(pack, settings, context_tokens), keep_trace)
