@@ -82,7 +82,7 @@ class ProfileManifest:
 
 @dataclass(frozen=True, slots=True)
 class TracedSequence:
-    """The recorded choices of one sequence, int16 [tokens, layers, top_k]: the target's and, if measured, the draft's."""
+    """The recorded choices of one sequence, int16 [tokens, layers, top_k]: the target's and the draft's."""
 
     domain: str
     target: Tensor

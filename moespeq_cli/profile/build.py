@@ -1,0 +1,214 @@
+"""Making the artifact: measure, write the data, the pictures and the page, and the manifest last."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from moespeq_cli import console
+from moespeq_cli.profile import charts, pictures, report
+from moespeq_cli.profile.measure import NEXT_LAYER_TOKENS, Measurement, TextSequence, measure
+from runtime.artifacts.checkpoint import Checkpoint
+from runtime.artifacts.manifest import (
+    MANIFEST,
+    FileEntry,
+    check_free_space,
+    claim_output,
+    is_finished,
+    save_manifest,
+    sha256_bytes,
+    sha256_file,
+    write_guard,
+)
+from runtime.artifacts.profile import ROUTING, Profile, ProfileManifest
+from runtime.artifacts.quantized import Quantized
+from runtime.errors import ArtifactError, InputError
+from runtime.model.families import MoeSpec
+from runtime.model.stream import LayerStream
+
+REPORT = "report.html"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True)
+class ProfileJob:
+    """All that decides a profile.
+
+    Attributes:
+        checkpoint, spec: the model.
+        sequences: in the order in which they are traced.
+        text_source: says where the texts come from, for the settings.
+        quantized: the draft, or None to measure the target alone.
+        dtype: of the arithmetic, a key of DTYPES.
+        trace_tokens: how many tokens' choices are kept.
+    """
+
+    checkpoint: Checkpoint
+    spec: MoeSpec
+    sequences: list[TextSequence]
+    text_source: str
+    quantized: Quantized | None
+    dtype: str
+    trace_tokens: int
+
+    def domains(self) -> dict[str, int]:
+        """Tokens by domain."""
+        tokens: dict[str, int] = {}
+        for sequence in self.sequences:
+            tokens[sequence.domain] = tokens.get(sequence.domain, 0) + len(sequence.input_ids)
+        return tokens
+
+    def settings(self) -> dict[str, str]:
+        """What an equal profile has equal."""
+        rows = [f"{s.domain}\0{','.join(map(str, s.input_ids.tolist()))}\n".encode() for s in self.sequences]
+        return {
+            "dtype": self.dtype,
+            "quantized": "none" if self.quantized is None else quantized_sha256(self.quantized),
+            "text_digest": sha256_bytes(b"".join(rows)),
+            "text_source": self.text_source,
+            "trace_tokens": str(self.trace_tokens),
+        }
+
+    def activation_bytes(self) -> int:
+        """Hidden states in memory at the worst time: before and after a layer, of the target and the draft."""
+        copies = 3 if self.quantized is None else 5
+        tokens = sum(len(sequence.input_ids) for sequence in self.sequences)
+        return copies * tokens * self.spec.hidden_size * DTYPES[self.dtype].itemsize
+
+    def data_bytes(self) -> int:
+        """Size of the tensors, roughly, and room for the pictures."""
+        layers, experts = len(self.spec.moe_layers), self.spec.num_experts
+        sums = 8 * layers * (experts * experts + len(self.domains()) * (experts + 32))
+        return sums + 4 * self.trace_tokens * layers * self.spec.top_k + 8_000_000
+
+
+def quantized_sha256(quantized: Quantized) -> str:
+    """What names a quantized artifact: the digest of its manifest, which holds the digests of its files."""
+    return sha256_file(quantized.folder / MANIFEST)
+
+
+def open_draft(folder: Path | None, fallback: Path, model_digest: str) -> Quantized | None:
+    """The quantized artifact to compare with.
+
+    Args:
+        folder: the one asked for, which must fit.
+        fallback: where one may lie; used only if it is finished and of this model.
+        model_digest: of the model that is profiled.
+
+    Raises:
+        ArtifactError: the one asked for is unfinished or damaged.
+        InputError: the one asked for is of another model.
+    """
+    if folder is None and not is_finished(fallback):
+        return None
+    quantized = Quantized.open(folder or fallback)
+    if quantized.manifest.model_digest == model_digest:
+        return quantized
+    if folder is not None:
+        raise InputError(
+            expected=f"a quantized artifact of this model (digest {model_digest[:16]})",
+            found=f"one of another model (digest {quantized.manifest.model_digest[:16]}) in {folder}",
+            mend="pass the model it was made from, or run `moespeq quantize` for this one",
+        )
+    console.note(f"{fallback} is of another model: agreement with a draft is not measured")
+    return None
+
+
+def find_identical(out: Path, job: ProfileJob, force: bool) -> Profile | None:
+    """The finished profile in `out` if it is what the job would make; None where the way is free.
+
+    Raises:
+        ArtifactError: another artifact is there, and it is not to be replaced.
+    """
+    if force or not is_finished(out):
+        return None
+    try:
+        profile = Profile.open(out)
+    except ArtifactError as error:
+        raise ArtifactError(
+            expected=error.expected, found=error.found, mend="choose another --out, or replace this with --force"
+        ) from error
+    wanted = {**job.settings(), "model": job.checkpoint.digest}
+    present = {**profile.manifest.settings, "model": profile.manifest.model_digest}
+    for name in sorted(wanted):
+        if wanted[name] != present.get(name):
+            raise ArtifactError(
+                expected=f"a profile with {name} = {wanted[name]} in {out}, or none",
+                found=f"one with {name} = {present.get(name)}",
+                mend="replace it with --force, or choose another --out",
+            )
+    return profile
+
+
+def build(job: ProfileJob, out: Path) -> Profile:
+    """Measure and write; what was in `out` stays as it is until the new data is complete.
+
+    Raises:
+        ArtifactError: another process is writing there.
+        StorageError: the disk is full or cannot be written.
+    """
+    check_free_space(out, job.data_bytes(), "the profile")
+    with claim_output(out):
+        steps = job.spec.num_layers + (job.quantized is not None)
+        stream = LayerStream(job.checkpoint, job.spec, DTYPES[job.dtype])
+        with console.progress("profiling, layers", steps) as bar:
+            measurement = measure(
+                stream,
+                job.sequences,
+                job.quantized,
+                "" if job.quantized is None else quantized_sha256(job.quantized),
+                job.trace_tokens,
+                bar.advance,
+            )
+        with write_guard("the profile", out):
+            return _write(job, measurement, out)
+
+
+def _write(job: ProfileJob, measurement: Measurement, out: Path) -> Profile:
+    (out / MANIFEST).unlink(missing_ok=True)
+    for old in out.glob("heatmap-*.png"):  # of domains that this profile may not have
+        old.unlink()
+    _write_tensors(out / ROUTING, measurement.tensors)
+    manifest = ProfileManifest(
+        model_digest=job.checkpoint.digest,
+        model_type=job.spec.model_type,
+        moe_layers=job.spec.moe_layers,
+        num_experts=job.spec.num_experts,
+        top_k=job.spec.top_k,
+        domains=job.domains(),
+        sequences={name: sum(s.domain == name for s in job.sequences) for name in job.domains()},
+        reuse_edges=measurement.edges,
+        trace_tokens=len(measurement.tensors["trace"]),
+        settings=job.settings(),
+        files={ROUTING: FileEntry.of(out / ROUTING)},
+        draft=measurement.draft,
+    )
+    profile = Profile(out, manifest, measurement.tensors)
+    _draw(profile, out)
+    save_manifest(out, manifest)
+    return profile
+
+
+def _draw(profile: Profile, out: Path) -> None:
+    (out / REPORT).write_text(report.page(profile, NEXT_LAYER_TOKENS), encoding="utf-8")
+    if not pictures.available():
+        console.note("no PNG files: matplotlib (moespeq[report]) is not installed; report.html has the same pictures")
+        return
+    for heatmap in charts.heatmaps(profile):
+        pictures.save_heatmap(heatmap, out)
+    for chart in charts.line_charts(profile):
+        pictures.save_lines(chart, out)
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
+    with path.open("wb") as handle:
+        handle.write(data)
+        handle.flush()
+        os.fsync(handle.fileno())

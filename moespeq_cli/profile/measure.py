@@ -1,0 +1,215 @@
+"""Texts through the model and, if there is one, its draft, layer by layer, with one layer in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moespeq_cli.profile.routing import (
+    AgreementTally,
+    RoutingTally,
+    RoutingTrace,
+    mean_or_none,
+    number_or_none,
+    reuse_edges,
+)
+from runtime.artifacts.profile import DraftFigures
+from runtime.artifacts.quantized import Quantized
+from runtime.model.families import LayerExperts
+from runtime.model.stream import LayerStream, LayerTrace, Observer, StreamedLayer
+
+NEXT_LAYER_TOKENS = 4096  # on how many the one-layer reading is taken: it costs two more passes
+LOGIT_ROWS = 256  # tokens whose logits of both models are in memory at a time
+
+
+@dataclass(frozen=True, slots=True)
+class TextSequence:
+    """Tokens of one domain that follow each other; int64 [T], T at least 1."""
+
+    domain: str
+    input_ids: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """The tensors of the artifact and the draft's figures."""
+
+    tensors: dict[str, Tensor]
+    edges: tuple[int, ...]
+    draft: DraftFigures | None
+
+
+def in_turn(sequences: list[TextSequence]) -> list[TextSequence]:
+    """The sequences reordered, a domain after the other in turn, so that a prefix of them holds all domains."""
+    queues: dict[str, list[TextSequence]] = {}
+    for sequence in sequences:
+        queues.setdefault(sequence.domain, []).append(sequence)
+    longest = max((len(queue) for queue in queues.values()), default=0)
+    return [queue[place] for place in range(longest) for queue in queues.values() if place < len(queue)]
+
+
+def measure(
+    stream: LayerStream,
+    sequences: list[TextSequence],
+    quantized: Quantized | None = None,
+    quantized_sha256: str = "",
+    trace_tokens: int = 16384,
+    advance: Callable[[], None] = lambda: None,
+) -> Measurement:
+    """Route every sequence and count.
+
+    Args:
+        stream: the target.
+        sequences: run one by one, unpadded; their order decides which are traced.
+        quantized: the draft's experts, of the same model.
+        quantized_sha256: names that artifact in the figures.
+        trace_tokens: how many tokens' choices are kept as they are.
+        advance: called after each layer, and after the logits.
+    """
+    return _Run(stream, sequences, quantized, trace_tokens).measure(quantized_sha256, advance)
+
+
+class _Run:
+    """One pass over the layers; `hidden` lists hold one [T, H] a sequence."""
+
+    def __init__(
+        self, stream: LayerStream, sequences: list[TextSequence], quantized: Quantized | None, trace_tokens: int
+    ) -> None:
+        spec = stream.spec
+        self.stream, self.sequences, self.quantized = stream, sequences, quantized
+        names = sorted({sequence.domain for sequence in sequences})
+        lengths = [len(sequence.input_ids) for sequence in sequences]
+        self.names = names
+        self.domain = [names.index(sequence.domain) for sequence in sequences]
+        self.longest = max(lengths)
+        num_layers = len(spec.moe_layers)
+        self.tally = RoutingTally(len(names), num_layers, spec.num_experts, self.longest)
+        self.trace = RoutingTrace(lengths, num_layers, spec.top_k, trace_tokens)
+        self.draft_trace = RoutingTrace(lengths, num_layers, spec.top_k, trace_tokens)
+        self.agreement = AgreementTally(len(names), num_layers, spec.num_experts)
+        self.agreement_next = AgreementTally(len(names), num_layers, spec.num_experts)
+        self.chosen: list[Tensor] = []  # the target's choices in the current layer, a sequence each
+        self.ahead_sequences = _prefix(lengths, NEXT_LAYER_TOKENS)
+
+    def measure(self, quantized_sha256: str, advance: Callable[[], None]) -> Measurement:
+        target = self.stream.embed([sequence.input_ids for sequence in self.sequences])
+        draft = list(target) if self.quantized is not None else None
+        ahead: list[Tensor] = []  # states behind a layer whose experts alone were the draft's
+        for layer in self.stream.layers():
+            row = self.stream.spec.moe_layers.index(layer.layer_id) if layer.is_moe else -1
+            if layer.experts is not None:
+                layer.experts = _cast(layer.experts, self.stream.dtype)
+            before = target
+            self.chosen = []
+            target = layer.forward(before, self._count(row) if layer.is_moe else None)
+            if self.quantized is not None and draft is not None:
+                if ahead:
+                    ahead = layer.forward(ahead, self._compare_next(row - 1) if layer.is_moe else None)
+                self._use_draft_experts(layer)
+                draft = layer.forward(draft, self._compare(row) if layer.is_moe else None)
+                if layer.is_moe and row + 1 < len(self.stream.spec.moe_layers):
+                    ahead = layer.forward(before[: self.ahead_sequences])
+            advance()
+        figures = None
+        if draft is not None:
+            figures = self._figures(target, draft, quantized_sha256)
+            advance()
+        return Measurement(self._tensors(), reuse_edges(self.longest), figures)
+
+    def _count(self, row: int) -> Observer:
+        def observe(trace: LayerTrace) -> None:
+            index = trace.top_k_index
+            self.chosen.append(index)
+            self.tally.add(self.domain[trace.sequence], row, index)
+            self.trace.add(trace.sequence, row, index)
+
+        return observe
+
+    def _compare(self, row: int) -> Observer:
+        def observe(trace: LayerTrace) -> None:
+            index = trace.top_k_index
+            self.agreement.add(self.domain[trace.sequence], row, self.chosen[trace.sequence], index)
+            self.draft_trace.add(trace.sequence, row, index)
+
+        return observe
+
+    def _compare_next(self, row: int) -> Observer:
+        def observe(trace: LayerTrace) -> None:
+            domain = self.domain[trace.sequence]
+            self.agreement_next.add(domain, row, self.chosen[trace.sequence], trace.top_k_index)
+
+        return observe
+
+    def _use_draft_experts(self, layer: StreamedLayer) -> None:
+        if self.quantized is not None and layer.is_moe:
+            layer.experts = None  # the source's go before the draft's come: one layer in memory
+            layer.experts = _cast(self.quantized.read_layer(layer.layer_id, self.stream.dtype), self.stream.dtype)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        counts = self.tally.counts.sum(-1)
+        tokens = [sum(len(s.input_ids) for s in self.sequences if s.domain == name) for name in self.names]
+        expected = torch.tensor(tokens)[:, None] * self.stream.spec.top_k
+        assert (counts == expected).all(), f"{counts.tolist()} uses counted for {tokens} tokens"
+        tensors = self.tally.tensors()
+        tensors["trace"] = self.trace.rows
+        tensors["trace_starts"] = self.trace.starts
+        tensors["trace_domain"] = torch.tensor(self.domain[: len(self.trace.starts)], dtype=torch.int64)
+        if self.quantized is not None:
+            tensors["agreement"] = self.agreement.shares()
+            tensors["agreement_next"] = self.agreement_next.shares()
+            tensors["draft_trace"] = self.draft_trace.rows
+        return tensors
+
+    def _figures(self, target: list[Tensor], draft: list[Tensor], quantized_sha256: str) -> DraftFigures:
+        agreement, agreement_next = self.agreement.shares().tolist(), self.agreement_next.shares().tolist()
+        outputs = [_Outputs() for _ in self.names]
+        for domain, ours, theirs in zip(self.domain, target, draft, strict=True):
+            for start in range(0, len(ours), LOGIT_ROWS):
+                rows = slice(start, start + LOGIT_ROWS)
+                outputs[domain].add(self.stream.logits(ours[rows]), self.stream.logits(theirs[rows]))
+        by_name = list(enumerate(self.names))
+        return DraftFigures(
+            quantized_sha256=quantized_sha256,
+            agreement={name: mean_or_none(agreement[i]) for i, name in by_name},
+            agreement_next={name: mean_or_none(agreement_next[i]) for i, name in by_name},
+            agreement_by_layer={name: tuple(number_or_none(value) for value in agreement[i]) for i, name in by_name},
+            greedy={name: outputs[i].share(outputs[i].same) for i, name in by_name},
+            overlap={name: outputs[i].share(outputs[i].overlap) for i, name in by_name},
+            compared_tokens={name: outputs[i].tokens for i, name in by_name},
+        )
+
+
+class _Outputs:
+    """How alike two models' next-token distributions are, summed over positions."""
+
+    def __init__(self) -> None:
+        self.tokens, self.same, self.overlap = 0, 0.0, 0.0
+
+    def add(self, target: Tensor, draft: Tensor) -> None:
+        """Compare [T, vocab_size] logits."""
+        self.tokens += len(target)
+        self.same += int((target.argmax(-1) == draft.argmax(-1)).sum())
+        common = torch.minimum(target.float().softmax(-1), draft.float().softmax(-1))
+        self.overlap += float(common.sum(dtype=torch.float64))
+
+    def share(self, part: float) -> float | None:
+        """Of all positions; None where there was none."""
+        return part / self.tokens if self.tokens else None
+
+
+def _cast(experts: LayerExperts, dtype: torch.dtype) -> LayerExperts:
+    """The experts in the type of the arithmetic, converted once and not once a sequence."""
+    return replace(experts, **{name: tensor.to(dtype) for name, tensor in experts.named().items()})
+
+
+def _prefix(lengths: list[int], max_tokens: int) -> int:
+    """How many of the first sequences hold at most `max_tokens` tokens together, at least one."""
+    total = 0
+    for count, length in enumerate(lengths):
+        total += length
+        if total > max_tokens:
+            return max(count, 1)
+    return len(lengths)

@@ -1,0 +1,158 @@
+"""The pictures as inline SVG: text takes the page's colour, so they read on light and on dark paper."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+from moespeq_cli.profile.charts import Heatmap, LineChart, percent
+from moespeq_cli.profile.colors import REFERENCE, UNUSED, diverging, ink_on, series_style
+
+LEFT, TOP = 56.0, 30.0
+GRID_WIDTH = 840.0  # the cells of a heatmap fill at most this
+PLOT_LEFT, PLOT_WIDTH, PLOT_HEIGHT = 60.0, 640.0, 250.0
+
+
+def heatmap_svg(chart: Heatmap) -> str:
+    """One rectangle a layer and expert, with its figures as a tooltip and, where it fits, in the cell."""
+    experts = len(chart.ratio[0])
+    wide = min(46.0, max(6.0, GRID_WIDTH / experts))
+    high = min(28.0, max(10.0, 560 / len(chart.layers)))
+    width, grid_high = LEFT + wide * experts + 10, high * len(chart.layers)
+    parts = [_text(LEFT + wide * experts / 2, 12, "expert", "middle")]
+    step = _label_step(wide, 2 + 7 * len(str(experts - 1)))
+    for expert in range(0, experts, step):
+        parts.append(_text(LEFT + wide * (expert + 0.5), TOP - 5, str(expert), "middle"))
+    every = _label_step(high, 12)
+    for row, layer in enumerate(chart.layers):
+        if row % every == 0:
+            label = f"layer {layer}" if row == 0 else str(layer)
+            parts.append(_text(LEFT - 6, TOP + high * (row + 0.5) + 4, label, "end"))
+        for expert, ratio in enumerate(chart.ratio[row]):
+            box = (LEFT + wide * expert, TOP + high * row, wide, high)
+            tip = f"layer {layer}, expert {expert}: {chart.counts[row][expert]} tokens, {ratio:.2f} × balanced"
+            parts.append(_cell(box, ratio, chart.limit, tip))
+    parts.append(_color_bar(LEFT, TOP + grid_high + 16, chart.limit))
+    return _svg(max(width, LEFT + 420), TOP + grid_high + 54, chart.alt, parts)
+
+
+def _cell(box: tuple[float, float, float, float], ratio: float, limit: float, tip: str) -> str:
+    x, y, wide, high = box
+    color = diverging(math.log2(ratio) / limit) if ratio > 0 else UNUSED
+    gap = 1.0 if wide >= 12 else 0.4
+    cell = f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide - gap:.1f}" height="{high - gap:.1f}" fill="{color}"/>'
+    if wide >= 32 and high >= 18:
+        value = f"{ratio:.2f}" if ratio > 0 else "0"
+        cell += _text(x + (wide - gap) / 2, y + high / 2 + 4, value, "middle", ink_on(color))
+    elif ratio == 0:
+        cell += f'<path d="M{x:.1f} {y:.1f}l{wide - gap:.1f} {high - gap:.1f}" stroke="#000" stroke-width="1"/>'
+    return f"<g><title>{escape(tip)}</title>{cell}</g>"
+
+
+def _color_bar(x: float, y: float, limit: float) -> str:
+    steps, wide = 64, 240.0
+    parts = [
+        f'<rect x="{x + wide * i / steps:.2f}" y="{y}" width="{wide / steps + 0.3:.2f}" height="10" '
+        f'fill="{diverging(2 * (i + 0.5) / steps - 1)}"/>'
+        for i in range(steps)
+    ]
+    for power in range(-int(limit), int(limit) + 1):
+        label = f"{2**power}×" if power >= 0 else f"1/{2**-power}×"
+        parts.append(_text(x + wide * (power / limit + 1) / 2, y + 23, label, "middle"))
+    parts.append(f'<rect x="{x + wide + 36}" y="{y}" width="14" height="10" fill="{UNUSED}"/>')
+    parts.append(_text(x + wide + 56, y + 10, "never used", "start"))
+    return "".join(parts)
+
+
+def lines_svg(chart: LineChart) -> str:
+    """One line a domain, each with a colour, a marker and its name beside it."""
+    scale = _Scale(chart)
+    parts = [_text(4, 14, f"share {chart.y_label}", "start"), _axes(chart, scale)]
+    if chart.reference is not None:
+        dashes = _polyline([(scale.x(i), scale.y(value)) for i, value in enumerate(chart.reference)])
+        parts.append(f'<polyline {dashes} stroke="{REFERENCE}" stroke-dasharray="5 4"/>')
+    for index, (name, line) in enumerate(chart.series.items()):
+        color, marker = series_style(index)
+        defined = [(place, value) for place, value in enumerate(line) if value is not None]
+        path = _polyline([(scale.x(place), scale.y(value)) for place, value in defined])
+        parts.append(f'<polyline {path} stroke="{color}" stroke-width="2"/>')
+        for place, value in defined:
+            tip = f"{name}, {chart.x_label} {chart.x_ticks[place]}: {percent(value, 2)}"
+            point = _marker(marker, scale.x(place), scale.y(value), color)
+            parts.append(f"<g><title>{escape(tip)}</title>{point}</g>")
+    parts.append(_legend(chart))
+    names = [*chart.series, chart.reference_label]
+    width = PLOT_LEFT + PLOT_WIDTH + 50 + 7.2 * max(len(name) for name in names)
+    return _svg(width, TOP + PLOT_HEIGHT + 48, chart.alt, parts)
+
+
+class _Scale:
+    """Where values lie on the paper."""
+
+    def __init__(self, chart: LineChart) -> None:
+        self.low, self.high = chart.y_range
+        self.step = PLOT_WIDTH / max(len(chart.x_ticks) - 1, 1)
+        self.start = PLOT_LEFT + (0 if len(chart.x_ticks) > 1 else PLOT_WIDTH / 2)
+
+    def x(self, place: int) -> float:
+        return self.start + self.step * place
+
+    def y(self, value: float) -> float:
+        return TOP + PLOT_HEIGHT * (self.high - value) / (self.high - self.low)
+
+
+def _axes(chart: LineChart, scale: _Scale) -> str:
+    parts = []
+    for level in chart.y_ticks:
+        parts.append(f'<path class="grid" d="M{PLOT_LEFT} {scale.y(level):.1f}h{PLOT_WIDTH}"/>')
+        parts.append(_text(PLOT_LEFT - 8, scale.y(level) + 4, f"{100 * level:g} %", "end"))
+    every = _label_step(scale.step, 8 + 7 * max((len(tick) for tick in chart.x_ticks), default=1))
+    for place, tick in enumerate(chart.x_ticks):
+        if place % every == 0:
+            parts.append(_text(scale.x(place), TOP + PLOT_HEIGHT + 18, tick, "middle"))
+    parts.append(_text(PLOT_LEFT + PLOT_WIDTH / 2, TOP + PLOT_HEIGHT + 38, chart.x_label, "middle"))
+    return "".join(parts)
+
+
+def _legend(chart: LineChart) -> str:
+    x, parts = PLOT_LEFT + PLOT_WIDTH + 26, []
+    for index, name in enumerate(chart.series):
+        color, marker = series_style(index)
+        parts.append(_marker(marker, x, TOP + 14 + 20 * index, color))
+        parts.append(_text(x + 12, TOP + 18 + 20 * index, name, "start"))
+    if chart.reference is not None:
+        y = TOP + 14 + 20 * len(chart.series)
+        parts.append(f'<path d="M{x - 9} {y}h18" stroke="{REFERENCE}" stroke-dasharray="5 4"/>')
+        parts.append(_text(x + 12, y + 4, chart.reference_label, "start"))
+    return "".join(parts)
+
+
+def _polyline(points: list[tuple[float, float]]) -> str:
+    return f'points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}" fill="none"'
+
+
+def _marker(kind: str, x: float, y: float, color: str) -> str:
+    shapes = {
+        "circle": f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>',
+        "square": f'<rect x="{x - 3.6:.1f}" y="{y - 3.6:.1f}" width="7.2" height="7.2" fill="{color}"/>',
+        "triangle": f'<path d="M{x:.1f} {y - 5:.1f}l4.6 8.4h-9.2z" fill="{color}"/>',
+        "diamond": f'<path d="M{x:.1f} {y - 5.2:.1f}l5.2 5.2l-5.2 5.2l-5.2 -5.2z" fill="{color}"/>',
+    }
+    return shapes[kind]
+
+
+def _label_step(spacing: float, needed: float) -> int:
+    """Every how many labels to write, so that they do not touch."""
+    return next((step for step in (1, 2, 4, 5, 8, 10, 16, 20, 32, 64) if step * spacing >= needed), 128)
+
+
+def _text(x: float, y: float, text: str, anchor: str, color: str = "") -> str:
+    style = f' style="fill:{color}"' if color else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{style}>{escape(text)}</text>'
+
+
+def _svg(width: float, height: float, alt: str, parts: list[str]) -> str:
+    return (
+        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" role="img" '
+        f'aria-label="{escape(alt)}">{"".join(parts)}</svg>'
+    )
