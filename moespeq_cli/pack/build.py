@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, astuple
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,10 +41,13 @@ from runtime.artifacts.pack import (
 )
 from runtime.artifacts.record import ALIGN_BYTES, DRAFT_LAYOUT, align_up
 from runtime.artifacts.record_index import SIDES, RecordEntry, record_name, save_index
-from runtime.errors import ArtifactError
+from runtime.errors import ArtifactError, InputError
 from runtime.memory.location import ExpertKey
 
 REPORT = "report.json"
+OWN_NAMES = re.compile(  # of what a pack's folder holds, finished or not
+    r"\.lock|model|dense\.safetensors|(target|draft)-\d{4,}\.safetensors|(manifest|progress|records|report)\.json(\.part)?"
+)
 
 Advance = Callable[[], None]
 
@@ -73,6 +78,23 @@ def find_finished(plan: PackPlan) -> PackManifest | None:
     return manifest
 
 
+def check_folder(folder: Path) -> None:
+    """Refuse to write, or with --force to delete, among files that no pack has.
+
+    Raises:
+        InputError: naming the first of them.
+    """
+    strangers = (
+        sorted(path.name for path in folder.iterdir() if not OWN_NAMES.fullmatch(path.name)) if folder.is_dir() else []
+    )
+    if strangers:
+        raise InputError(
+            expected=f"an empty folder, a new one or a pack at {folder}",
+            found=f"{strangers[0]}{f' and {len(strangers) - 1} more' if len(strangers) > 1 else ''}, not a pack's",
+            mend="pass another --out",
+        )
+
+
 def build_pack(plan: PackPlan, force: bool = False, advance: Advance = lambda: None) -> PackManifest:
     """Write the pack, or the rest of one that was stopped.
 
@@ -83,17 +105,19 @@ def build_pack(plan: PackPlan, force: bool = False, advance: Advance = lambda: N
 
     Raises:
         ArtifactError: begun with other settings, or the folder is in use or changed since.
+        InputError: the folder holds something else.
         StorageError: the disk is full or read-only.
     """
     folder = plan.folder
+    check_folder(folder)
     with claim_output(folder, force), write_guard("the pack", folder):
         finished = find_finished(plan)
         if finished is not None:
             (folder / PROGRESS).unlink(missing_ok=True)  # a kill came between manifest and its removal
             return finished
-        journal = Journal(folder, plan.identity)
         written = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
         check_free_space(folder, plan.total_bytes - written, "the pack")
+        journal = Journal(folder, plan.identity)
         files = {
             f"{MODEL_FOLDER}/{name}": entry
             for name, entry in copy_model_files(plan.checkpoint.folder, plan.model_files, folder / MODEL_FOLDER).items()

@@ -39,7 +39,8 @@ def tiny_weights() -> ExpertWeights:
 def test_raw_record_has_golden_bytes() -> None:
     layout = target_layout(spec())
     encoding, data = encode_target(RAW, tiny_weights(), layout, None)
-    gate = "803f 00c0 003f 0000 4040 0080 c03f 80bf"  # 1, -2, 0.5, 0, 3, -0, 1.5, -1: upper half of float32, low byte first
+    # 1, -2, 0.5, 0, 3, -0, 1.5, -1: the upper half of a float32, low byte first
+    gate = "803f 00c0 003f 0000 4040 0080 c03f 80bf"
     up = "8040 0041 80c0 0040 803e 8041 803f 803f"
     down = "803f 0040 4040 8040 a040 c040 e040 0041"
     assert encoding == "raw"
