@@ -66,3 +66,10 @@ def emit(value: Path | dict[str, Any], as_json: bool) -> None:
 
 def _utf8() -> bool:
     return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """A stage run on behalf of another prints its result for the person, not for the pipe."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield

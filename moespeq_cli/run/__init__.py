@@ -1,0 +1,1 @@
+"""`moespeq run`: prompts in, text out."""

@@ -1,0 +1,238 @@
+"""`moespeq run`: parse, call, print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moespeq_cli import console
+from moespeq_cli.options import DEFAULT_ARTIFACTS, Artifacts
+
+if TYPE_CHECKING:
+    from moespeq_cli.run.prompts import Prompt
+    from runtime.artifacts.pack import Pack
+    from runtime.config import RunSettings
+    from runtime.memory.plan import MemoryPlan
+
+EXAMPLE = "Maria has 31 apples. She buys 4 bags with 6 apples each. How many apples does she have now?"
+
+_SETTINGS = "Speculation and memory"
+_SAMPLING = "Sampling"
+_PROMPTS = "Prompts"
+
+
+def run(
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="Text to answer; repeat it for more", rich_help_panel=_PROMPTS)
+    ] = None,
+    prompt_file: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt-file", help="File with one prompt, or JSONL with many; - reads JSONL from stdin", rich_help_panel=_PROMPTS
+        ),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it is, without the chat template", rich_help_panel=_PROMPTS)
+    ] = False,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=0, help="Tokens to generate at most", rich_help_panel=_PROMPTS)
+    ] = 128,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="Text at which to stop; repeat it for more", rich_help_panel=_PROMPTS)
+    ] = None,
+    pack: Annotated[Path | None, typer.Option("--pack", help="Folder that pack made [default: pack in --artifacts]")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Refuse a pack that is not of this model")] = None,
+    artifacts: Artifacts = DEFAULT_ARTIFACTS,
+    config: Annotated[
+        str | None, typer.Option("--config", help="Deployment profile: a YAML file, or the name of one that comes along")
+    ] = None,
+    prefetch_window: Annotated[
+        int | None,
+        typer.Option("--prefetch-window", min=0, help="Tokens to draft ahead", rich_help_panel=_SETTINGS),
+    ] = None,
+    verify_window: Annotated[
+        int | None,
+        typer.Option("--verify-window", min=0, help="Drafted tokens that one verification takes at most", rich_help_panel=_SETTINGS),
+    ] = None,
+    governor: Annotated[
+        str | None, typer.Option("--governor", help="fixed, threshold or roofline", rich_help_panel=_SETTINGS)
+    ] = None,
+    no_speculate: Annotated[
+        bool, typer.Option("--no-speculate", help="Load no draft; the target alone", rich_help_panel=_SETTINGS)
+    ] = False,
+    prefetch: Annotated[
+        str | None, typer.Option("--prefetch", help="draft, history or none", rich_help_panel=_SETTINGS)
+    ] = None,
+    eviction: Annotated[
+        str | None, typer.Option("--eviction", help="lookahead, lru, lfu or priority", rich_help_panel=_SETTINGS)
+    ] = None,
+    expert_cache: Annotated[
+        str | None,
+        typer.Option("--expert-cache", help="Memory for target experts, such as 12GB or 25%", rich_help_panel=_SETTINGS),
+    ] = None,
+    max_parallel_transfers: Annotated[
+        int | None, typer.Option("--max-parallel-transfers", min=1, help="Experts read at a time", rich_help_panel=_SETTINGS)
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="Arithmetic: auto (as stored), bfloat16, float16 or float32", rich_help_panel=_SETTINGS),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=0, help="Threads of the arithmetic; 0 chooses", rich_help_panel=_SETTINGS)
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0, help="0 takes the most likely token", rich_help_panel=_SAMPLING)
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Keep the likeliest tokens up to this probability", rich_help_panel=_SAMPLING)
+    ] = 1.0,
+    sample_top_k: Annotated[
+        int, typer.Option("--sample-top-k", min=0, help="Keep so many of the likeliest tokens; 0 keeps all", rich_help_panel=_SAMPLING)
+    ] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of all random choices", rich_help_panel=_SAMPLING)] = 0,
+    accept: Annotated[
+        str,
+        typer.Option(
+            "--accept",
+            help="coupled (text of a seed never depends on the draft) or rejection (more proposals accepted)",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = "coupled",
+    stats: Annotated[Path | None, typer.Option("--stats", help="Write all figures of the run to this JSON file")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the memory plan and stop")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt on stdout")] = False,
+) -> None:
+    """Answer prompts: draft in INT4, fetch the experts that are coming, verify with the exact ones"""
+    from moespeq_cli.run.ready import open_pack
+    from runtime.config import make_settings
+    from runtime.decode.sampling import SamplingSettings
+
+    said = {
+        "prefetch_window": prefetch_window,
+        "verify_window": verify_window,
+        "governor": governor,
+        "speculate": False if no_speculate else None,
+        "prefetch": prefetch,
+        "eviction": eviction,
+        "expert_cache_size": expert_cache,
+        "max_parallel_transfers": max_parallel_transfers,
+        "dtype": dtype,
+        "threads": threads,
+    }
+    settings = make_settings(config, said)
+    sampling = SamplingSettings(temperature, top_p, sample_top_k, seed, accept)
+    prompts = None if dry_run else _prompts(prompt, prompt_file, as_json, model is None and pack is None)
+    opened = open_pack(pack, artifacts, model)
+    if dry_run:
+        _dry_run(opened, settings, max_new_tokens, as_json)
+        return
+    assert prompts is not None
+    _answer(opened, settings, sampling, prompts, max_new_tokens, stop or [], raw, stats, as_json)
+
+
+def _prompts(texts: list[str] | None, file: str | None, as_json: bool, embedded: bool) -> Iterator[Prompt]:
+    from moespeq_cli.run import prompts
+    from runtime.errors import InputError
+
+    if texts is not None and file is not None:
+        raise InputError(expected="--prompt or --prompt-file", found="both", mend="leave one of them out")
+    if texts is not None:
+        return iter([prompts.Prompt(text) for text in texts])
+    if file is not None:
+        return prompts.from_file(file)
+    if prompts.stdin_offers_prompts(wait=as_json):
+        return prompts.from_file("-")
+    if not embedded:
+        raise InputError(
+            expected="a prompt", found="none", mend="pass --prompt, --prompt-file, or JSONL on standard input"
+        )
+    console.note(f"no prompt given; an example: {EXAMPLE}")
+    return iter([prompts.Prompt(EXAMPLE)])
+
+
+def _plan(pack: Pack, settings: RunSettings, prompt_tokens: int, max_new_tokens: int) -> MemoryPlan:
+    from moespeq_cli.run.session import longest_context
+    from runtime.engine import plan_run
+
+    return plan_run(pack, settings, longest_context(pack, prompt_tokens, max_new_tokens))
+
+
+def _print_plan(plan: MemoryPlan) -> None:
+    lines = plan.lines()
+    width = max(len(name) for name, _ in lines)
+    for name, amount in lines:
+        console.note(f"  {name:<{width}}  {amount}")
+
+
+def _dry_run(pack: Pack, settings: RunSettings, max_new_tokens: int, as_json: bool) -> None:
+    import dataclasses
+
+    plan = _plan(pack, settings, 2048, max_new_tokens)
+    if as_json:
+        console.emit({"path": str(pack.folder), **dataclasses.asdict(plan)}, as_json=True)
+        return
+    for name, amount in plan.lines():
+        print(f"{name}: {amount}")
+
+
+def _answer(
+    pack: Pack,
+    settings: RunSettings,
+    sampling: Any,
+    prompts: Iterator[Prompt],
+    max_new_tokens: int,
+    stop: list[str],
+    raw: bool,
+    stats: Path | None,
+    as_json: bool,
+) -> None:
+    from moespeq_cli.run import output
+    from moespeq_cli.run.session import Session, answer_all, load_tokenizer
+    from runtime.artifacts.manifest import write_guard, write_json
+    from runtime.engine import Engine
+
+    output.prepare_stdout()
+    plan = _plan(pack, settings, 2048, max_new_tokens)
+    console.note(f"{pack.folder} ({pack.spec.model_type}, {pack.spec.num_records} experts)")
+    _print_plan(plan)
+    if stats is not None:
+        with write_guard("the figures", stats.parent):
+            stats.parent.mkdir(parents=True, exist_ok=True)
+            write_json(stats, {"finished": False})
+    tokenizer = load_tokenizer(pack.config_folder)
+    results: list[dict[str, Any]] = []
+    with Engine(pack, settings, plan) as engine:
+        session = Session(engine, tokenizer, sampling, max_new_tokens, stop, raw)
+
+        def done(result: dict[str, Any]) -> None:
+            results.append(result)
+            if as_json:
+                output.write_result(result)
+            else:
+                output.write_piece("\n")
+
+        answer_all(session, prompts, (lambda text: None) if as_json else output.write_piece, done)
+        report = engine.report() | {"finished": True, "results": results}
+    if stats is not None:
+        with write_guard("the figures", stats.parent):
+            write_json(stats, report)
+    _summarise(report)
+
+
+def _summarise(report: dict[str, Any]) -> None:
+    if not report["new_tokens"]:
+        return
+    cache = report["expert_cache"]
+
+    def percent(value: float | None) -> str:
+        return "n/a" if value is None else f"{value:.1%}"
+
+    console.note(
+        f"{report['new_tokens']} tokens, {report['ms_per_token']:.1f} ms a token; "
+        f"draft accepted {percent(report['acceptance'])}, its experts right {percent(report['routing_agreement'])}; "
+        f"cache hits {percent(cache['hit_rate'])}, {report['bytes_per_token'] / 1e6:.2f} MB read a token, "
+        f"waited {cache['wait_s']:.2f} s"
+    )

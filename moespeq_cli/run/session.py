@@ -1,0 +1,122 @@
+"""Prompts through an engine to text: everything of `moespeq run` but its options."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from moespeq_cli.run.prompts import Prompt, PromptEncoder
+from runtime.artifacts.pack import Pack
+from runtime.decode.sampling import SamplingSettings
+from runtime.decode.text import TextStream, stop_ids
+from runtime.engine import Engine, Request
+from runtime.errors import InputError
+
+Piece = Callable[[str], None]
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model folder.
+
+    Raises:
+        InputError: there is none that transformers can load.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise InputError(
+            expected=f"a tokenizer in {folder}",
+            found=f"{type(error).__name__}: {str(error)[:200]}",
+            mend="copy the model's tokenizer files and pack it again",
+        ) from error
+
+
+class Session:
+    """Answers prompts one after another."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        sampling: SamplingSettings,
+        max_new_tokens: int,
+        stop: list[str],
+        raw: bool,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._encoder = PromptEncoder(tokenizer, raw)
+        self._sampling = sampling
+        self._max_new_tokens = max_new_tokens
+        self._stop = stop
+        self._stop_ids = declared_stop_ids(engine.pack, tokenizer)
+
+    def answer(self, prompt: Prompt, piece: Piece) -> dict[str, Any]:
+        """Generate for one prompt.
+
+        Args:
+            prompt: what to answer.
+            piece: called with each piece of text as it is certain.
+
+        Returns:
+            The result as one JSON object: text, token ids, counts, and why it ended (`stop`, `length` or `context`).
+        """
+        ids = self._encoder.encode(prompt)
+        stream = TextStream(self._tokenizer, self._stop)
+        tokens: list[int] = []
+        room = self._engine.room(len(ids), self._max_new_tokens)
+        started = time.perf_counter()
+        generated = self._engine.generate(Request(ids, self._max_new_tokens, self._stop_ids, self._sampling))
+        try:
+            for token in generated:
+                tokens.append(token)
+                if token in self._stop_ids:
+                    break
+                if text := stream.push(token):
+                    piece(text)
+                if stream.stopped:
+                    break
+        finally:
+            generated.close()  # type: ignore[attr-defined]
+        if text := stream.finish():
+            piece(text)
+        stopped = stream.stopped or (bool(tokens) and tokens[-1] in self._stop_ids)
+        reason = "stop" if stopped else "length" if room == self._max_new_tokens else "context"
+        result: dict[str, Any] = {"id": prompt.id} if prompt.id is not None else {}
+        return result | {
+            "text": stream.text,
+            "token_ids": tokens,
+            "prompt_tokens": len(ids),
+            "new_tokens": len(tokens),
+            "finish_reason": reason,
+            "seconds": round(time.perf_counter() - started, 4),
+        }
+
+
+def declared_stop_ids(pack: Pack, tokenizer: Any) -> frozenset[int]:
+    """The ids that end a text, by the generation config, the config and the tokenizer together."""
+    config, generation = (
+        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        for path in (pack.config_folder / "config.json", pack.config_folder / "generation_config.json")
+    )
+    return stop_ids(tokenizer, generation, config)
+
+
+def longest_context(pack: Pack, prompt_tokens: int, max_new_tokens: int) -> int:
+    """Tokens to plan the KV cache for: the longest prompt and its answer, within the model's context."""
+    config = json.loads((pack.config_folder / "config.json").read_text(encoding="utf-8"))
+    return min(prompt_tokens + max_new_tokens, int(config.get("max_position_embeddings", 2**31)))
+
+
+def answer_all(session: Session, prompts: Iterator[Prompt], piece: Piece, done: Callable[[dict[str, Any]], None]) -> int:
+    """Answer every prompt; returns how many there were."""
+    count = 0
+    for prompt in prompts:
+        done(session.answer(prompt, piece))
+        count += 1
+    return count
