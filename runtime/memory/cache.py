@@ -88,16 +88,17 @@ class ExpertCache:
 
         Args:
             upcoming: the experts of each row, row 0 first, each row in layer order.
-            fetch_rows: missing experts of so many first rows are fetched now, earliest row first, then in layer order;
-                None means all rows, 0 none. A prefetch takes a free slot, or that of an unpinned expert that no row
-                needs, or only rows strictly later than its own.
+            fetch_rows: missing experts of so many first rows are fetched now, soonest need first; None means all
+                rows, 0 none. A prefetch takes a free slot, or that of an unpinned expert which eviction by furthest
+                next use would give up for it and which has no use left before it: so it never displaces what its own
+                row or a sooner one needs, and adds no read while the rows are as announced.
             pass_rows: how many first rows the next pass computes together, one layer after the other.
         """
         with self._lock:
             self._check_open()
             self._drain()
             self._residency.window.announce(upcoming, fetch_rows, pass_rows)
-            self._queue.plan(self._residency.window.wanted())
+            self._queue.plan()
             if self._queue.num_queued:
                 self._work.notify()
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from runtime.memory.eviction import EvictionPolicy
 from runtime.memory.location import ExpertKey
+from runtime.memory.schedule import Fetch, schedule
 from runtime.memory.stats import CacheStats
 from runtime.memory.window import Window
 
@@ -34,23 +35,35 @@ class Residency:
         """Slots that hold nothing and that no read is filling."""
         return len(self._free)
 
-    def claim(self, keep_before: int | None) -> int | None:
-        """A slot to read into, or None while there is none.
+    def claim(self) -> int | None:
+        """A slot for a demand, of any unpinned expert that the policy picks; None while there is none."""
+        if self._free:
+            return self._free.pop()
+        victim = self._policy.victim((key for key in self.slots if key not in self.pins), self.window.next_use)
+        return None if victim is None else self._evict(victim)
 
-        Args:
-            keep_before: None for a demand, which may evict any unpinned expert; a prefetch keeps those whose next use
-                lies before this position of the window.
+    def claim_ahead(self, fetch: Fetch) -> int | None:
+        """A slot for a prefetch: a free one, or its victim's once that has no use left before the newcomer's.
+
+        Where the victim is gone already, an expert that the window does not need takes its part.
         """
         if self._free:
             return self._free.pop()
-        victim = self._policy.victim(self._candidates(keep_before), self.window.next_use)
-        if victim is None:
-            return None
-        self._stats.evictions += 1
-        if (unused_bytes := self._unused.pop(victim, None)) is not None:
-            self._stats.prefetched_unused += 1
-            self._stats.prefetched_unused_bytes += unused_bytes
-        return self.slots.pop(victim)
+        victim, next_use = fetch.victim, self.window.next_use
+        if victim is None or victim not in self.slots:
+            unneeded = (key for key in self.slots if key not in self.pins and key not in next_use)
+            victim = self._policy.victim(unneeded, next_use)
+            return None if victim is None else self._evict(victim)
+        return self._evict(victim) if self.may_give_way(victim, fetch) else None
+
+    def may_give_way(self, key: ExpertKey, fetch: Fetch) -> bool:
+        """Whether a resident expert is unpinned and not needed up to the newcomer's use."""
+        return key not in self.pins and self.window.next_use.get(key, fetch.position + 1) > fetch.position
+
+    def schedule(self, on_their_way: Iterable[ExpertKey]) -> list[Fetch]:
+        """The fetches of the window from what is resident or on its way now."""
+        residents = [*self.slots, *on_their_way]
+        return schedule(self.window, residents, len(self._free), self._policy)
 
     def give_back(self, slot: int) -> None:
         """A claimed slot whose read failed."""
@@ -80,14 +93,9 @@ class Residency:
             if count > 1:
                 self.pins[key] = count - 1
 
-    def evictable_for(self, key: ExpertKey, keep_before: int) -> bool:
-        """Whether this resident expert may give way to a prefetch with that limit."""
-        position = self.window.next_use.get(key)
-        return position is None or position >= keep_before
-
-    def _candidates(self, keep_before: int | None) -> Iterator[ExpertKey]:
-        pins = self.pins
-        if keep_before is None:
-            return (key for key in self.slots if key not in pins)
-        next_use = self.window.next_use
-        return (key for key in self.slots if key not in pins and next_use.get(key, keep_before) >= keep_before)
+    def _evict(self, victim: ExpertKey) -> int:
+        self._stats.evictions += 1
+        if (unused_bytes := self._unused.pop(victim, None)) is not None:
+            self._stats.prefetched_unused += 1
+            self._stats.prefetched_unused_bytes += unused_bytes
+        return self.slots.pop(victim)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from runtime.memory.location import ExpertKey
 from runtime.memory.residency import Residency
+from runtime.memory.schedule import Fetch
 from runtime.memory.stats import CacheStats
 
 Cause = Literal["demand", "prefetch", "preload"]
@@ -36,55 +36,55 @@ class TransferQueue:
         self.in_flight: dict[ExpertKey, Transfer] = {}
         self.demands: dict[ExpertKey, Cause] = {}
         self._failed: set[ExpertKey] = set()
-        self._prefetches: deque[tuple[ExpertKey, int]] = deque()
+        self._fetches: dict[ExpertKey, Fetch] = {}
+        self._takers: dict[ExpertKey, Fetch] = {}  # by victim
         self._residency = residency
         self._stats = stats
         self._busy_since = 0.0
 
-    def plan(self, wanted: Iterable[tuple[ExpertKey, int]]) -> None:
-        """Replace the queued prefetches; those already in flight go on, those that failed once are left to demand."""
+    def plan(self) -> None:
+        """Replace the queued prefetches by those of the window.
+
+        Those already in flight go on; an expert whose prefetch failed once is left to demand.
+        """
         slots, in_flight, demands, failed = self._residency.slots, self.in_flight, self.demands, self._failed
-        self._prefetches = deque(
-            (key, limit)
-            for key, limit in wanted
-            if not (key in slots or key in in_flight or key in demands or key in failed)
-        )
+        self._fetches = {
+            fetch.key: fetch
+            for fetch in self._residency.schedule(in_flight)
+            if not (fetch.key in slots or fetch.key in in_flight or fetch.key in demands or fetch.key in failed)
+        }
+        self._takers = {fetch.victim: fetch for fetch in reversed(self._fetches.values()) if fetch.victim is not None}
 
     @property
     def num_queued(self) -> int:
         """Transfers that wait for a reader or a slot; a prefetch overtaken by a demand may count still."""
-        return len(self.demands) + len(self._prefetches)
+        return len(self.demands) + len(self._fetches)
 
     def may_start(self, unpinned: Iterable[ExpertKey]) -> bool:
         """Whether these newly unpinned experts may give a queued transfer its slot."""
         if self.demands:
             return True
-        if not self._prefetches:
+        if not self._fetches:
             return False
-        limit = self._prefetches[0][1]
-        return any(self._residency.evictable_for(key, limit) for key in unpinned)
+        return any(key in self._takers and self._residency.may_give_way(key, self._takers[key]) for key in unpinned)
 
     def take(self) -> Transfer | None:
-        """The next transfer with its slot, now in flight; None while nothing is queued or no slot can be had.
-
-        A prefetch that finds no slot ends the search: those behind it are needed later and may evict less.
-        """
+        """The next transfer with its slot, now in flight; None while nothing is queued or no slot can be had."""
         if self.demands:
-            key, cause = next(iter(self.demands.items()))
-            slot = self._residency.claim(None)
+            slot = self._residency.claim()
             if slot is None:
                 return None
+            key, cause = next(iter(self.demands.items()))
             del self.demands[key]
             return self._start(Transfer(key, slot, cause, claimed=True))
-        while self._prefetches:
-            key, limit = self._prefetches[0]
-            if key not in self._residency.slots and key not in self.in_flight:
-                slot = self._residency.claim(limit)
-                if slot is None:
-                    return None
-                self._prefetches.popleft()
-                return self._start(Transfer(key, slot, "prefetch"))
-            self._prefetches.popleft()
+        for fetch in list(self._fetches.values()):
+            if fetch.key in self._residency.slots or fetch.key in self.in_flight:
+                del self._fetches[fetch.key]
+                continue
+            slot = self._residency.claim_ahead(fetch)
+            if slot is not None:
+                del self._fetches[fetch.key]
+                return self._start(Transfer(fetch.key, slot, "prefetch"))
         return None
 
     def finish(self, transfer: Transfer, num_bytes: int | None, seconds: float) -> None:
@@ -106,7 +106,7 @@ class TransferQueue:
     def clear(self) -> None:
         """Forget what is queued."""
         self.demands.clear()
-        self._prefetches.clear()
+        self._fetches.clear()
 
     def _start(self, transfer: Transfer) -> Transfer:
         if not self.in_flight:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from runtime.memory.location import ExpertKey
 
@@ -12,12 +12,23 @@ class Window:
 
     Positions count uses from the start of the announcement. The rows of the coming pass are computed together, one
     layer after the other, so they count as one step; every later row is a step of its own.
+
+    Attributes:
+        order: the key at each position.
+        later: for each position, that of the same key's next use; None where there is none.
+        step_ends: the first position after each step.
+        fetch: keys that are to be fetched.
+        fetch_end: the first position after the steps that have such keys.
     """
 
     def __init__(self) -> None:
+        self.order: list[ExpertKey] = []
+        self.later: list[int | None] = []
+        self.step_ends: list[int] = []
+        self.fetch: set[ExpertKey] = set()
+        self.fetch_end = 0
         self._next: dict[ExpertKey, int] = {}
         self._after_pass: dict[ExpertKey, int] = {}
-        self._wanted: list[tuple[ExpertKey, int]] = []
 
     @property
     def next_use(self) -> Mapping[ExpertKey, int]:
@@ -26,23 +37,17 @@ class Window:
 
     def announce(self, rows: Sequence[Sequence[ExpertKey]], fetch_rows: int | None, pass_rows: int) -> None:
         """Replace the plan; see ExpertCache.announce."""
-        self._next, self._after_pass, self._wanted = {}, {}, []
         pass_rows = max(pass_rows, 1)
-        fetch = {key for row in rows[:fetch_rows] for key in row}
-        position = 0
-        for row_index, step in _steps(rows, pass_rows):
-            new = [key for key in step if key not in self._next]
-            for key in step:
-                self._next.setdefault(key, position)
-                if row_index >= pass_rows:
-                    self._after_pass.setdefault(key, position)
-                position += 1
-            # A record of this step may take the place of what is needed after the whole step, nothing sooner.
-            self._wanted.extend((key, position) for key in new if key in fetch)
-
-    def wanted(self) -> Iterator[tuple[ExpertKey, int]]:
-        """Keys to fetch, soonest first, each once, with the position from which on others may give way to it."""
-        return iter(self._wanted)
+        together = dict.fromkeys(key for row in rows[:pass_rows] for key in row)
+        self.order = sorted(together, key=lambda key: key[0])  # stable: within a layer, the order of the rows
+        self.step_ends = [len(self.order)]
+        for row in rows[pass_rows:]:
+            self.order.extend(dict.fromkeys(row))
+            self.step_ends.append(len(self.order))
+        self.fetch = {key for row in rows[:fetch_rows] for key in row}
+        fetch_steps = len(self.step_ends) if fetch_rows is None else max(min(fetch_rows, 1), fetch_rows - pass_rows + 1)
+        self.fetch_end = self.step_ends[min(fetch_steps, len(self.step_ends)) - 1] if fetch_steps > 0 else 0
+        self._look_back()
 
     def consume(self, key: ExpertKey) -> None:
         """Note that the coming pass has used the key: its next use is the first one after the pass."""
@@ -52,10 +57,16 @@ class Window:
         else:
             self._next[key] = position
 
-
-def _steps(rows: Sequence[Sequence[ExpertKey]], pass_rows: int) -> Iterator[tuple[int, list[ExpertKey]]]:
-    """(first row, different keys in order of use) of each step."""
-    together = dict.fromkeys(key for row in rows[:pass_rows] for key in row)
-    yield 0, sorted(together, key=lambda key: key[0])  # stable: within a layer, the order of the rows
-    for row_index, row in enumerate(rows[pass_rows:], start=pass_rows):
-        yield row_index, list(dict.fromkeys(row))
+    def _look_back(self) -> None:
+        """Link each use to the next one of the same key, from the last to the first."""
+        uses: dict[ExpertKey, int] = {}
+        self.later = [None] * len(self.order)
+        for position in range(len(self.order) - 1, self.step_ends[0] - 1, -1):
+            key = self.order[position]
+            self.later[position] = uses.get(key)
+            uses[key] = position
+        self._after_pass = uses.copy()
+        for position, key in enumerate(self.order[: self.step_ends[0]]):  # each key once
+            self.later[position] = uses.get(key)
+            uses[key] = position
+        self._next = uses

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from pathlib import Path
@@ -51,7 +52,7 @@ def test_arrivals_come_in_order_of_arrival() -> None:
 
 
 def test_reads_begin_before_the_first_next() -> None:
-    with make_cache(MemoryStore(), 4) as cache:
+    with make_cache(MemoryStore(), 4, readers=1) as cache:
         stream = cache.stream([A, B])
         settle(cache, lambda: cache.resident(A) and cache.resident(B))
         assert cache.stats.wait_s == 0
@@ -311,9 +312,10 @@ def test_damaged_record_of_a_pack_is_named_by_the_stream(tmp_path: Path) -> None
     blob = bytearray(locations[B].path.read_bytes())
     blob[locations[B].offset_bytes] ^= 255
     locations[B].path.write_bytes(blob)
-    with RecordStore(locations) as store, ExpertCache(
-        store, SlotPool(2, store.max_record_bytes), make_policy("lookahead")
-    ) as cache:
+    with (
+        RecordStore(locations) as store,
+        ExpertCache(store, SlotPool(2, store.max_record_bytes), make_policy("lookahead")) as cache,
+    ):
         for key, tensor in cache.stream([A, C]):
             assert bytes(tensor.numpy())[: len(payloads[key])] == payloads[key]
         with pytest.raises(ArtifactError, match=r"target-0001.safetensors \(layer 0, expert 1\)"):
@@ -366,18 +368,25 @@ def test_close_ends_threads_and_waiting_streams() -> None:
         cache.announce([])
 
 
-def test_close_works_after_an_interrupt_in_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_a_wait_at_once_and_leaves_nothing_pinned() -> None:
     before = threading.active_count()
-    store = MemoryStore(delay_s=0.1)
+    store = MemoryStore()
+    gate = threading.Event()
+    store.before = lambda key: gate.wait(5) and None
     cache = make_cache(store, 1)
+    main = threading.get_ident()
+    timer = threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT))
+    timer.start()
     try:
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(cache._readers, "alive", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
-            store.delay_s = 0.5
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
             serve(cache, [A, B])
-        assert not cache._residency.pins and not cache._open_tickets
+        assert time.monotonic() - started < 2
+        assert not cache._residency.pins and not cache._open_tickets and not cache._queue.demands
     finally:
+        gate.set()
         cache.close()
+        timer.join()
     assert threading.active_count() == before
 
 

@@ -62,9 +62,7 @@ def test_no_policy_beats_belady(trace: Trace, num_slots: int, name: str, window:
     found = replay(trace, num_slots, make_policy(name), record_bytes=lambda key: 10, window=window)
     assert bound <= found.misses <= found.requests == sum(len(set(keys)) for keys in trace)
     assert found.read_bytes == 10 * found.misses
-    assert bound <= min(
-        misses(trace, num_slots) for misses in (lru_misses, lfu_misses, priority_misses)
-    )
+    assert bound <= min(misses(trace, num_slots) for misses in (lru_misses, lfu_misses, priority_misses))
 
 
 @given(st.lists(st.integers(0, 7), max_size=60), st.integers(1, 6))

@@ -61,5 +61,5 @@ def test_no_candidate_no_victim(name: str) -> None:
 
 
 def test_unknown_policy_is_refused_with_the_names() -> None:
-    with pytest.raises(InputError, match="lookahead.*'fifo'"):
+    with pytest.raises(InputError, match=r"lookahead.*'fifo'"):
         make_policy("fifo")

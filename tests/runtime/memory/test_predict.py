@@ -30,5 +30,5 @@ def test_draft_announces_its_own_routing() -> None:
 
 def test_unknown_predictor_is_refused_with_the_names() -> None:
     assert [make_predictor(name).name for name in PREDICTORS] == list(PREDICTORS)
-    with pytest.raises(InputError, match="history.*'oracle'"):
+    with pytest.raises(InputError, match=r"history.*'oracle'"):
         make_predictor("oracle")

@@ -112,7 +112,7 @@ def test_names_a_shard_that_is_cut_while_open(tmp_path: Path, direct: bool) -> N
 
 
 def test_names_file_key_and_checksums_of_a_flipped_byte(tmp_path: Path) -> None:
-    locations, payloads = write_shards(tmp_path, KEYS)
+    locations, _ = write_shards(tmp_path, KEYS)
     place = locations[(3, 1)]
     blob = bytearray(place.path.read_bytes())
     blob[place.offset_bytes + 77] ^= 1
@@ -135,9 +135,8 @@ def test_checks_the_checksum_once(tmp_path: Path) -> None:
 
 def test_names_an_absent_shard_and_an_unknown_expert(tmp_path: Path) -> None:
     locations, _ = write_shards(tmp_path, KEYS)
-    with RecordStore(locations) as store:
-        with pytest.raises(ArtifactError, match="layer 9, expert 9"):
-            store.record_bytes((9, 9))
+    with RecordStore(locations) as store, pytest.raises(ArtifactError, match="layer 9, expert 9"):
+        store.record_bytes((9, 9))
     (tmp_path / "target-0001.safetensors").unlink()
     with pytest.raises(ArtifactError, match="target-0001"):
         RecordStore(locations)

@@ -9,7 +9,8 @@ def test_next_use_is_the_first_position() -> None:
     window = Window()
     window.announce([[A, C], [B, C], [A, D]], None, 1)
     assert window.next_use == {A: 0, C: 1, B: 2, D: 5}
-    assert list(window.wanted()) == [(A, 2), (C, 2), (B, 4), (D, 6)]
+    assert window.order == [A, C, B, C, A, D] and window.step_ends == [2, 4, 6]
+    assert window.later == [4, 3, None, None, None, None] and window.fetch_end == 6
 
 
 def test_use_in_the_pass_moves_the_next_use_behind_it() -> None:
@@ -28,7 +29,8 @@ def test_rows_of_one_pass_are_one_step_in_layer_order() -> None:
     window = Window()
     window.announce([[A, C], [B, C], [C, D]], None, 2)
     assert window.next_use == {A: 0, B: 1, C: 2, D: 4}
-    assert list(window.wanted()) == [(A, 3), (B, 3), (C, 3), (D, 5)]
+    assert window.order == [A, B, C, C, D] and window.step_ends == [3, 5]
+    assert window.later == [None, None, 3, None, None]
     for key in (A, B, C):
         window.consume(key)
     assert window.next_use == {C: 3, D: 4}
@@ -36,16 +38,19 @@ def test_rows_of_one_pass_are_one_step_in_layer_order() -> None:
 
 def test_fetch_rows_bounds_what_is_wanted_and_not_what_is_seen() -> None:
     window = Window()
-    window.announce([[A], [B], [D]], 1, 2)
-    assert [key for key, _ in window.wanted()] == [A]
-    assert set(window.next_use) == {A, B, D}
-    window.announce([[A], [B]], 0, 1)
-    assert list(window.wanted()) == [] and set(window.next_use) == {A, B}
+    rows = [[A], [B], [D]]
+    wanted = {}
+    for fetch_rows in (None, 0, 1, 2, 3, 9):
+        window.announce(rows, fetch_rows, 2)
+        wanted[fetch_rows] = (window.fetch, window.fetch_end)
+        assert set(window.next_use) == {A, B, D}
+    every = {A, B, D}
+    assert wanted == {None: (every, 3), 0: (set(), 0), 1: ({A}, 2), 2: ({A, B}, 2), 3: (every, 3), 9: (every, 3)}
 
 
 def test_doubles_and_empty_rows_and_a_new_announcement() -> None:
     window = Window()
     window.announce([[A, A], [], [A, B]], None, 1)
-    assert list(window.wanted()) == [(A, 1), (B, 3)]
+    assert window.order == [A, A, B] and window.step_ends == [1, 1, 3]
     window.announce([], None, 1)
-    assert not window.next_use and not list(window.wanted())
+    assert not window.next_use and window.fetch_end == 0

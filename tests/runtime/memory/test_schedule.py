@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.memory.clairvoyant import replay
+from runtime.memory.eviction import make_policy
+from runtime.memory.location import ExpertKey
+from runtime.memory.schedule import Fetch, schedule
+from runtime.memory.window import Window
+
+A, B, C, D, E = ((0, expert) for expert in range(5))
+
+
+def fetches(
+    rows: Sequence[Sequence[ExpertKey]],
+    residents: Sequence[ExpertKey],
+    num_free: int = 0,
+    fetch_rows: int | None = None,
+    pass_rows: int = 1,
+) -> list[Fetch]:
+    window = Window()
+    window.announce(rows, fetch_rows, pass_rows)
+    return schedule(window, residents, num_free, make_policy("lookahead"))
+
+
+def test_free_slots_come_first_then_what_the_window_does_not_need_least_recent_first() -> None:
+    assert fetches([[A, B, C]], [D, E], num_free=1) == [Fetch(A, 0, None), Fetch(B, 1, D), Fetch(C, 2, E)]
+
+
+def test_the_furthest_next_use_gives_way() -> None:
+    assert fetches([[C], [A], [B]], [A, B])[0] == Fetch(C, 0, B)
+
+
+def test_an_expert_of_an_earlier_row_gives_way_after_its_last_use() -> None:
+    assert fetches([[A], [B], [C], [B]], [A, B]) == [Fetch(C, 2, A)]
+
+
+def test_nothing_gives_way_to_its_own_row() -> None:
+    assert fetches([[A, B]], [B])[:1] != [Fetch(A, 0, B)]
+    assert fetches([[A], [B]], [B])[:1] == [Fetch(A, 0, B)]
+    assert fetches([[A], [B]], [B], pass_rows=2)[:1] != [Fetch(A, 0, B)]
+
+
+def test_only_the_first_rows_are_fetched() -> None:
+    assert [fetch.key for fetch in fetches([[A], [B], [C]], [], num_free=3, fetch_rows=2)] == [A, B]
+    assert fetches([[A], [B]], [], num_free=3, fetch_rows=0) == []
+
+
+def test_without_any_slot_there_is_nothing_to_fetch() -> None:
+    assert fetches([[A], [B]], []) == []
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=3, unique=True), max_size=10),
+    st.lists(st.integers(0, 6), unique=True, min_size=1, max_size=5),
+)
+@settings(max_examples=100, deadline=None)
+def test_fetching_ahead_reads_no_more_than_looking_ahead(rows: list[list[int]], start: list[int]) -> None:
+    trace = [[(0, expert) for expert in row] for row in rows]
+    residents = [(0, expert) for expert in start]
+    alone = [[key] for row in trace for key in row]
+    found = replay(alone, len(residents), make_policy("lookahead"), resident=residents, window=len(alone))
+    assert len(fetches(trace, residents)) <= found.misses
