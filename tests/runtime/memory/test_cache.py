@@ -237,6 +237,24 @@ def test_two_streams_of_one_thread_that_block_each_other_are_refused() -> None:
         serve(cache, [B])
 
 
+def test_a_stream_waits_for_slots_that_another_thread_holds() -> None:
+    with make_cache(MemoryStore(), 1) as cache:
+        asked, held = threading.Event(), []
+
+        def hold() -> None:
+            held.append(cache.stream([A]))
+            settle(cache, lambda: cache.resident(A))
+            asked.set()
+            time.sleep(0.6)  # longer than a waiting stream takes to look for a deadlock
+            list(held[0])
+
+        other = threading.Thread(target=hold)
+        other.start()
+        asked.wait(5)
+        serve(cache, [B])
+        other.join(5)
+
+
 def test_streams_of_several_threads_share_few_slots() -> None:
     keys = [(layer, expert) for layer in range(2) for expert in range(5)]
     faults: list[BaseException] = []
