@@ -252,7 +252,9 @@ class ExpertCache:
         residency = self._residency
         if self._queue.in_flight or residency.num_free or len(residency.pins) < len(residency.slots):
             return False
-        return all(other.thread_id == threading.get_ident() for other in self._open_tickets if other.held or other.ready)
+        return all(
+            other.thread_id == threading.get_ident() for other in self._open_tickets if other.held or other.ready
+        )
 
     def _release(self, ticket: Ticket) -> None:
         """Unpin all that the ticket holds and withdraw what it waits for."""
