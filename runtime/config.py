@@ -44,6 +44,7 @@ class RunSettings:
         speculate: whether the draft is loaded at all.
         dtype: `auto` (as stored), `bfloat16`, `float16` or `float32`.
         threads: of the arithmetic; 0 chooses.
+        context: tokens of prompt and answer that the KV cache is planned for; the model's own limit bounds it.
         direct_io: read past the page cache where the filesystem allows it.
         fused_kernel: shape of the fused CUDA kernel.
     """
@@ -62,6 +63,7 @@ class RunSettings:
     speculate: bool = True
     dtype: str = "auto"
     threads: int = 0
+    context: int = 4096
     direct_io: bool = True
     fused_kernel: FusedKernel = field(default_factory=FusedKernel)
 
@@ -74,6 +76,7 @@ class RunSettings:
             (1 <= self.max_parallel_transfers <= 64, "1 to 64 parallel transfers", self.max_parallel_transfers),
             (self.fetch_rows is None or self.fetch_rows >= 0, "fetch_rows of 0 or more", self.fetch_rows),
             (self.dtype in ("auto", "bfloat16", "float16", "float32"), "a dtype of auto, bfloat16, float16, float32", self.dtype),
+            (self.context >= 1, "a context of 1 token or more", self.context),
             (0 <= self.threads <= 1024, "0 (automatic) to 1024 threads", self.threads),
         )
         for good, expected, found in checks:

@@ -43,13 +43,12 @@ def compute_dtype(pack: Pack, settings: RunSettings) -> torch.dtype:
     return TORCH_DTYPES[pack.spec.dtype] if settings.dtype == "auto" else _DTYPES[settings.dtype]
 
 
-def plan_run(pack: Pack, settings: RunSettings, context_tokens: int) -> MemoryPlan:
+def plan_run(pack: Pack, settings: RunSettings) -> MemoryPlan:
     """What goes where, before anything is loaded.
 
     Args:
         pack: an opened pack.
         settings: of the run.
-        context_tokens: prompt and new tokens at their longest.
 
     Raises:
         PlanError: it does not fit; the message names what would.
@@ -61,7 +60,7 @@ def plan_run(pack: Pack, settings: RunSettings, context_tokens: int) -> MemoryPl
         dense_bytes=dense,
         draft_bytes=draft_bytes(pack) if settings.speculate and settings.prefetch_window else 0,
         kv_bytes_per_token=bytes_per_token(config, dtype),
-        context_tokens=context_tokens,
+        context_tokens=min(settings.context, getattr(config, "max_position_embeddings", settings.context)),
         slot_bytes=pack.target_slot_bytes,
         num_experts_total=spec.num_records,
         top_k=spec.top_k,
@@ -146,8 +145,8 @@ class Engine:
 
     @property
     def max_context(self) -> int:
-        """Prompt and new tokens at most."""
-        return self.host.max_context
+        """Prompt and new tokens at most: the model's limit, or the one planned for."""
+        return min(self.host.max_context, self.settings.context)
 
     def room(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """How many tokens may be generated: what was asked for, or what the context leaves.
@@ -264,14 +263,14 @@ def context_room(prompt_tokens: int, max_new_tokens: int, max_context: int) -> i
         raise InputError(expected="0 or more new tokens", found=str(max_new_tokens), mend="correct --max-new-tokens")
     if prompt_tokens > max_context or (max_new_tokens and prompt_tokens == max_context):
         raise PlanError(
-            expected=f"a prompt that leaves room in the model's context of {max_context} tokens",
+            expected=f"a prompt that leaves room in a context of {max_context} tokens",
             found=f"{prompt_tokens} tokens",
-            mend="shorten the prompt",
+            mend="shorten the prompt, or raise --context where the model allows it",
         )
     return min(max_new_tokens, max_context - prompt_tokens)
 
 
-def open_engine(folder: Path, settings: RunSettings, context_tokens: int, keep_trace: bool = False) -> Engine:
+def open_engine(folder: Path, settings: RunSettings, keep_trace: bool = False) -> Engine:
     """Open a pack, plan, and load: what a library user needs."""
     pack = Pack.open(folder)
-    return Engine(pack, settings, plan_run(pack, settings, context_tokens), keep_trace)
+    return Engine(pack, settings, plan_run(pack, settings), keep_trace)

@@ -33,6 +33,7 @@ class DecodeStats:
     verify_passes: int = 0
     verify_rows: int = 0
     prefill_s: float = 0.0
+    prefill_read_bytes: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
     total_s: float = 0.0
@@ -42,6 +43,12 @@ class DecodeStats:
     proposals_right: int = 0
     accepted_by_round: dict[int, Counter[int]] = field(default_factory=dict)
     trace: list[list[ExpertKey]] = field(default_factory=list)
+
+    def prefill_done(self, tokens: int, seconds: float, read_bytes: int) -> None:
+        """A prompt of so many tokens is in the KV cache; experts of so many bytes were read for it."""
+        self.prompt_tokens += tokens
+        self.prefill_s += seconds
+        self.prefill_read_bytes += read_bytes
 
     def round_done(self, tried: int, accepted: int, decided: int) -> None:
         """A verification of `tried` proposals accepted some and decided so many tokens."""
@@ -103,7 +110,8 @@ class DecodeStats:
                 "waiting_for_experts": self.cache.wait_s,
                 "total": self.total_s,
             },
-            "bytes_per_token": _ratio(self.cache.read_bytes, self.new_tokens),
+            "prefill_read_bytes": self.prefill_read_bytes,
+            "bytes_per_token": _ratio(self.cache.read_bytes - self.prefill_read_bytes, self.new_tokens),
             "link_utilisation": _ratio(self.cache.link_busy_s, self.total_s),
             "link_bytes_per_s": _ratio(self.cache.read_bytes, self.cache.link_busy_s),
             "expert_cache": self.cache.snapshot(),

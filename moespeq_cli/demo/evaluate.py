@@ -126,6 +126,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--row-tokens", type=int, default=512)
     command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of the arithmetic")
     command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    command.add_argument("--threads", type=int, default=1, help="of the CPU; so small a model gains nothing from more")
     command.add_argument("--json", action="store_true", help="one JSON object, with the wrong answers")
     return command
 
@@ -133,6 +134,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     """Measure one checkpoint and print the result."""
     args = parser().parse_args(argv)
+    torch.set_num_threads(args.threads)
     subject = Subject(args.model, args.dtype, args.device)
     problems = evaluation_problems()[: args.problems]
     rows = evaluation_rows(subject, problems, args.tokens, args.rows, args.row_tokens)

@@ -20,7 +20,13 @@ class Heatmap:
     layers: tuple[int, ...]
     ratio: list[list[float]]  # [layers][experts]
     counts: list[list[int]]
-    limit: float  # the colours span 2 ** -limit to 2 ** limit
+    limit: float  # the colours span 2 ** -limit to 2 ** limit, of which little lies above and much may lie below
+
+    def bar_labels(self) -> list[tuple[int, str]]:
+        """Powers of two on the scale and how they are written."""
+        ends = int(self.limit)
+        labels = [(power, f"{2**power}×" if power >= 0 else f"1/{2**-power}×") for power in range(-ends, ends + 1)]
+        return [(power, f"≤ {label}" if power == -ends else label) for power, label in labels]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +70,8 @@ def heatmaps(profile: Profile) -> list[Heatmap]:
         (counts[place].double() / max(manifest.domains[name], 1) / balanced).tolist()
         for place, name in enumerate(manifest.domain_names)
     ]
-    spread = [abs(math.log2(value)) for ratio in ratios for row in ratio for value in row if value > 0]
-    limit = float(min(max(math.ceil(max(spread, default=1.0)), 1), 4))
+    highest = max((value for ratio in ratios for row in ratio for value in row), default=1.0)
+    limit = float(min(max(math.ceil(math.log2(max(highest, 1.0))), 1), 4))
     return [
         Heatmap(
             name=f"heatmap-{slug(name, place)}",

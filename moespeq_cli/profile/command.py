@@ -61,7 +61,7 @@ def profile(
     as_json: options.Json = False,
     force: options.Force = False,
 ) -> None:
-    """Count which experts a model uses on given texts, and how well the draft foresees them."""
+    """Count which experts a model uses on given texts, and how well the draft foresees them"""
     from moespeq_cli.profile.build import STORED, ProfileJob, build, find_identical, open_draft
     from moespeq_cli.profile.texts import read_domains
     from moespeq_cli.quantize.calibrate import choose_seq_len, load_tokenizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,12 +18,18 @@ from moespeq_cli.profile.routing import (
     reuse_edges,
 )
 from runtime.artifacts.profile import DraftFigures
-from runtime.artifacts.quantized import Quantized
 from runtime.model.families import LayerExperts
 from runtime.model.stream import LayerStream, LayerTrace, Observer, StreamedLayer
 
 NEXT_LAYER_TOKENS = 4096  # on how many the one-layer reading is taken: it costs two more passes
 LOGIT_ROWS = 256  # tokens whose logits of both models are in memory at a time
+
+
+class DraftExperts(Protocol):
+    """Where the draft's experts come from; `runtime.artifacts.quantized.Quantized` is one."""
+
+    def read_layer(self, layer_id: int, dtype: torch.dtype) -> LayerExperts:
+        """The dequantised experts of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,7 @@ def in_turn(sequences: list[TextSequence]) -> list[TextSequence]:
 def measure(
     stream: LayerStream,
     sequences: list[TextSequence],
-    quantized: Quantized | None = None,
+    quantized: DraftExperts | None = None,
     quantized_sha256: str = "",
     trace_tokens: int = 16384,
     advance: Callable[[], None] = lambda: None,
@@ -76,7 +83,7 @@ class _Run:
     """One pass over the layers; `hidden` lists hold one [T, H] a sequence."""
 
     def __init__(
-        self, stream: LayerStream, sequences: list[TextSequence], quantized: Quantized | None, trace_tokens: int
+        self, stream: LayerStream, sequences: list[TextSequence], quantized: DraftExperts | None, trace_tokens: int
     ) -> None:
         spec = stream.spec
         self.stream, self.sequences, self.quantized = stream, sequences, quantized

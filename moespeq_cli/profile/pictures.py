@@ -36,9 +36,9 @@ def save_heatmap(chart: Heatmap, folder: Path) -> Path:
     _ticks(axes.set_yticks, [str(layer) for layer in chart.layers], 30)
     if experts <= 24 and layers <= 40:
         _write_values(axes, chart)
-    powers = range(-int(chart.limit), int(chart.limit) + 1)
-    bar = figure.colorbar(image, ax=axes, ticks=list(powers), pad=0.02)
-    bar.ax.set_yticklabels([f"{2**power}×" if power >= 0 else f"1/{2**-power}×" for power in powers])
+    labels = chart.bar_labels()
+    bar = figure.colorbar(image, ax=axes, ticks=[power for power, _ in labels], pad=0.02)
+    bar.ax.set_yticklabels([label for _, label in labels])
     bar.set_label("relative to balance (grey: never used)" if _has_unused(chart) else "relative to balance")
     return _save(figure, folder, chart.name)
 

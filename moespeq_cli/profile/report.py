@@ -43,7 +43,7 @@ def page(profile: Profile, next_layer_tokens: int) -> str:
             parts.append(f"<p>{READINGS[chart.name].format(tokens=next_layer_tokens)}</p>")
             parts.append(_figure(svg.lines_svg(chart), "") + _numbers(chart))
     parts.append("<h2>Experts that fire together</h2>" + _pairs(profile))
-    parts.append("<h2>How it was measured</h2>" + _settings(profile))
+    parts.append(f'<h2>How it was measured</h2><div class="settings">{_settings(profile)}</div>')
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>\n'
@@ -60,7 +60,14 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def _summary(profile: Profile) -> str:
     manifest, tensors, draft = profile.manifest, profile.tensors, profile.manifest.draft
-    head = ["domain", "tokens", "busiest expert", "never used", "kept from previous token", "mean reuse distance"]
+    head = [
+        "domain",
+        "tokens",
+        "busiest expert, of the tokens",
+        "never used",
+        "kept from previous token",
+        "mean reuse distance",
+    ]
     if draft is not None:
         head += ["routing agreement", "same greedy token", "expected acceptance, sampled"]
     rows = []

@@ -32,8 +32,8 @@ def heatmap_svg(chart: Heatmap) -> str:
             box = (LEFT + wide * expert, TOP + high * row, wide, high)
             tip = f"layer {layer}, expert {expert}: {chart.counts[row][expert]} tokens, {ratio:.2f} × balanced"
             parts.append(_cell(box, ratio, chart.limit, tip))
-    parts.append(_color_bar(LEFT, TOP + grid_high + 16, chart.limit))
-    return _svg(max(width, LEFT + 420), TOP + grid_high + 54, chart.alt, parts)
+    parts.append(_color_bar(LEFT, TOP + grid_high + 16, chart))
+    return _svg(max(width, LEFT + 92 * chart.limit + 140), TOP + grid_high + 54, chart.alt, parts)
 
 
 def _cell(box: tuple[float, float, float, float], ratio: float, limit: float, tip: str) -> str:
@@ -49,18 +49,17 @@ def _cell(box: tuple[float, float, float, float], ratio: float, limit: float, ti
     return f"<g><title>{escape(tip)}</title>{cell}</g>"
 
 
-def _color_bar(x: float, y: float, limit: float) -> str:
-    steps, wide = 64, 240.0
+def _color_bar(x: float, y: float, chart: Heatmap) -> str:
+    labels = chart.bar_labels()
+    steps, wide = 64, 46.0 * (len(labels) - 1)
     parts = [
         f'<rect x="{x + wide * i / steps:.2f}" y="{y}" width="{wide / steps + 0.3:.2f}" height="10" '
         f'fill="{diverging(2 * (i + 0.5) / steps - 1)}"/>'
         for i in range(steps)
     ]
-    for power in range(-int(limit), int(limit) + 1):
-        label = f"{2**power}×" if power >= 0 else f"1/{2**-power}×"
-        parts.append(_text(x + wide * (power / limit + 1) / 2, y + 23, label, "middle"))
-    parts.append(f'<rect x="{x + wide + 36}" y="{y}" width="14" height="10" fill="{UNUSED}"/>')
-    parts.append(_text(x + wide + 56, y + 10, "never used", "start"))
+    parts += [_text(x + wide * (power / chart.limit + 1) / 2, y + 24, label, "middle") for power, label in labels]
+    parts.append(f'<rect x="{x + wide + 40}" y="{y}" width="14" height="10" fill="{UNUSED}"/>')
+    parts.append(_text(x + wide + 60, y + 9.5, "never used", "start"))
     return "".join(parts)
 
 

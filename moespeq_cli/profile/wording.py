@@ -23,7 +23,8 @@ th, td { border-bottom: 1px solid var(--line); padding: .25rem 0 .25rem 1rem; te
   font-variant-numeric: tabular-nums; overflow-wrap: anywhere }
 th:first-child, td:first-child { text-align: left; padding-left: 0 }
 th { font-weight: 600; vertical-align: bottom; overflow-wrap: normal }
-code { font-size: .92em }
+.settings td { text-align: left }
+code { font-size: .92em; white-space: nowrap }
 """
 
 HEATMAP = """

@@ -180,7 +180,7 @@ def _jsonl_text(line: str, where: str, tokenizer: Any) -> Text:
     raise InputError(
         expected=f"an object with `text` or `messages` in {where}",
         found=f"keys {sorted(fields)}" if fields else type(record).__name__,
-        mend="write each line as {\"text\": ...} or {\"messages\": [...]}",
+        mend='write each line as {"text": ...} or {"messages": [...]}',
     )
 
 

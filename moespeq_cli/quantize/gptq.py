@@ -98,7 +98,7 @@ def inverse_factors(hessians: Tensor, damp_percent: float) -> tuple[Tensor, Tens
     Returns:
         The factors [E, in, in]; the damping that each needed [E]; whether one was found at all [E].
     """
-    experts, columns, _ = hessians.shape
+    experts = len(hessians)
     factors = torch.zeros_like(hessians)
     damping = torch.full((experts,), damp_percent, dtype=torch.float64)
     sound = torch.zeros(experts, dtype=torch.bool, device=hessians.device)

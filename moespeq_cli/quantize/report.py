@@ -57,9 +57,7 @@ def mean_output_error(linears: Iterable[LinearReport]) -> float:
 def build_report(linears: list[LinearReport], min_tokens: int, settings: dict[str, str]) -> dict[str, Any]:
     """The body of report.json: totals, one row a layer, the experts that saw too little, one row a linear."""
     layers = sorted({linear.layer for linear in linears})
-    starved = sorted(
-        {(x.layer, x.expert, x.tokens) for x in linears if x.tokens < min_tokens and x.method != "kept"}
-    )
+    starved = sorted({(x.layer, x.expert, x.tokens) for x in linears if x.tokens < min_tokens and x.method != "kept"})
     return {
         "settings": settings,
         "totals": _totals(linears),

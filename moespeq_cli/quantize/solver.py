@@ -8,7 +8,6 @@ import importlib.util
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -97,41 +96,6 @@ class AutoGptqSolver:
         result.damping[expert] = round(percent, 6)
 
 
-class ChunkedSolver:
-    """Another solver's work cut into as many experts at a time as some memory allows, each on a device."""
-
-    def __init__(self, inner: Solver, device: torch.device | str = "cpu", memory_bytes: int = 4 << 30) -> None:
-        self._inner = inner
-        self._device = torch.device(device)
-        self._memory_bytes = memory_bytes
-        self.name = inner.name
-
-    def experts_at_once(self, out_features: int, in_features: int) -> int:
-        """How many linears fit: about 5 float32 matrices of the Hessian's size each, and 7 of the weight's."""
-        one = 4 * (5 * in_features * in_features + 7 * out_features * in_features)
-        return max(1, self._memory_bytes // one)
-
-    def solve(self, weights: Tensor, hessians: Tensor, tokens: list[int], settings: SolverSettings) -> Solution:
-        experts, out_features, in_features = weights.shape
-        width = self.experts_at_once(out_features, in_features)
-        parts = []
-        for start in range(0, experts, width):
-            part = slice(start, start + width)
-            done = self._inner.solve(
-                weights[part].to(self._device), hessians[part].to(self._device), tokens[part], settings
-            )
-            parts.append(
-                replace(done, codes=done.codes.cpu(), scales=done.scales.cpu(), zeros=done.zeros.cpu())
-            )
-        return Solution(
-            codes=torch.cat([part.codes for part in parts]),
-            scales=torch.cat([part.scales for part in parts]),
-            zeros=torch.cat([part.zeros for part in parts]),
-            methods=[method for part in parts for method in part.methods],
-            damping=[damping for part in parts for damping in part.damping],
-        )
-
-
 def make_solver(name: str) -> Solver:
     """A solver by its name.
 
@@ -143,6 +107,25 @@ def make_solver(name: str) -> Solver:
     if name == "auto-gptq":
         return AutoGptqSolver()
     raise InputError(expected=f"--solver {' or '.join(SOLVERS)}", found=repr(name), mend="pass one of these")
+
+
+def pick_device(name: str) -> torch.device:
+    """The device that factorises and sweeps; `auto` is a GPU where there is one.
+
+    Raises:
+        InputError: a device that this torch does not have.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(
+            expected=f"a device of this torch for --device {name}",
+            found=str(error).splitlines()[0],
+            mend="pass --device cpu, or leave it out",
+        ) from error
+    return torch.device(name)
 
 
 def auto_gptq_available() -> bool:

@@ -76,6 +76,10 @@ def run(
     max_parallel_transfers: Annotated[
         int | None, typer.Option("--max-parallel-transfers", min=1, help="Experts read at a time", rich_help_panel=_SETTINGS)
     ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option("--context", min=1, help="Tokens of prompt and answer to plan memory for", rich_help_panel=_SETTINGS),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option("--dtype", help="Arithmetic: auto (as stored), bfloat16, float16 or float32", rich_help_panel=_SETTINGS),
@@ -119,6 +123,7 @@ def run(
         "eviction": eviction,
         "expert_cache_size": expert_cache,
         "max_parallel_transfers": max_parallel_transfers,
+        "context": context,
         "dtype": dtype,
         "threads": threads,
     }
@@ -127,7 +132,7 @@ def run(
     prompts = None if dry_run else _prompts(prompt, prompt_file, as_json, model is None and pack is None)
     opened = open_pack(pack, artifacts, model)
     if dry_run:
-        _dry_run(opened, settings, max_new_tokens, as_json)
+        _dry_run(opened, settings, as_json)
         return
     assert prompts is not None
     _answer(opened, settings, sampling, prompts, max_new_tokens, stop or [], raw, stats, as_json)
@@ -153,13 +158,6 @@ def _prompts(texts: list[str] | None, file: str | None, as_json: bool, embedded:
     return iter([prompts.Prompt(EXAMPLE)])
 
 
-def _plan(pack: Pack, settings: RunSettings, prompt_tokens: int, max_new_tokens: int) -> MemoryPlan:
-    from moespeq_cli.run.session import longest_context
-    from runtime.engine import plan_run
-
-    return plan_run(pack, settings, longest_context(pack, prompt_tokens, max_new_tokens))
-
-
 def _print_plan(plan: MemoryPlan) -> None:
     lines = plan.lines()
     width = max(len(name) for name, _ in lines)
@@ -167,10 +165,12 @@ def _print_plan(plan: MemoryPlan) -> None:
         console.note(f"  {name:<{width}}  {amount}")
 
 
-def _dry_run(pack: Pack, settings: RunSettings, max_new_tokens: int, as_json: bool) -> None:
+def _dry_run(pack: Pack, settings: RunSettings, as_json: bool) -> None:
     import dataclasses
 
-    plan = _plan(pack, settings, 2048, max_new_tokens)
+    from runtime.engine import plan_run
+
+    plan = plan_run(pack, settings)
     if as_json:
         console.emit({"path": str(pack.folder), **dataclasses.asdict(plan)}, as_json=True)
         return
@@ -192,10 +192,10 @@ def _answer(
     from moespeq_cli.run import output
     from moespeq_cli.run.session import Session, answer_all, load_tokenizer
     from runtime.artifacts.manifest import write_guard, write_json
-    from runtime.engine import Engine
+    from runtime.engine import Engine, plan_run
 
     output.prepare_stdout()
-    plan = _plan(pack, settings, 2048, max_new_tokens)
+    plan = plan_run(pack, settings)
     console.note(f"{pack.folder} ({pack.spec.model_type}, {pack.spec.num_records} experts)")
     _print_plan(plan)
     if stats is not None:

@@ -107,12 +107,6 @@ def declared_stop_ids(pack: Pack, tokenizer: Any) -> frozenset[int]:
     return stop_ids(tokenizer, generation, config)
 
 
-def longest_context(pack: Pack, prompt_tokens: int, max_new_tokens: int) -> int:
-    """Tokens to plan the KV cache for: the longest prompt and its answer, within the model's context."""
-    config = json.loads((pack.config_folder / "config.json").read_text(encoding="utf-8"))
-    return min(prompt_tokens + max_new_tokens, int(config.get("max_position_embeddings", 2**31)))
-
-
 def answer_all(session: Session, prompts: Iterator[Prompt], piece: Piece, done: Callable[[dict[str, Any]], None]) -> int:
     """Answer every prompt; returns how many there were."""
     count = 0

@@ -54,7 +54,7 @@ def effective_group_size(in_features: int, group_size: int, *, name: str = "a li
     if in_features % size or size % step:
         fitting = [n for n in range(8, size, 8) if in_features % n == 0 and n % step == 0]
         raise ShapeError(
-            expected=f"a group size that divides the {in_features} input features of {name} and is a multiple of {step}",
+            expected=f"a group size that divides {name}'s {in_features} input features, in multiples of {step}",
             found=f"group size {size} ({in_features} = {in_features // size} x {size} + {in_features % size})",
             mend=f"pass --group-size {fitting[-1]}, the largest below {size} that fits this tensor"
             if fitting
@@ -91,7 +91,8 @@ def pack_linear(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, group_s
 
     Returns:
         qweight int32 [in_features * bits / 32, out_features], channel i of a word in bits [i * bits, (i + 1) * bits);
-        qzeros int32 [groups, out_features * bits / 32]; scales float16 [groups, out_features]; g_idx int32 [in_features].
+        qzeros int32 [groups, out_features * bits / 32]; scales float16 [groups, out_features];
+        g_idx int32 [in_features].
 
     Raises:
         ShapeError: shapes that do not belong together.
@@ -128,7 +129,7 @@ def unpack_linear(
         name: the linear, for messages.
 
     Returns:
-        codes uint8 [out_features, in_features], scales float16 [out_features, groups], zeros uint8 [out_features, groups].
+        codes uint8 [out_features, in_features], scales float16 and zeros uint8 [out_features, groups].
 
     Raises:
         ArtifactError: shapes or dtypes that are not this format's, or channels in activation order.
@@ -152,7 +153,7 @@ def unpack_linear(
             )
     if not torch.equal(g_idx, torch.arange(in_features, dtype=torch.int32) // size):
         raise ArtifactError(
-            expected=f"{name}.g_idx in channel order", found="another order (desc_act)", mend="quantise without desc_act"
+            expected=f"{name}.g_idx in channel order", found="another order", mend="quantise without desc_act"
         )
     mask = (1 << bits) - 1
     codes = _fields(qweight, bits).t().contiguous()

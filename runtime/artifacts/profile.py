@@ -172,8 +172,8 @@ class Profile:
             draft = self.tensors["draft_trace"][span] if "draft_trace" in self.tensors else None
             yield TracedSequence(names[domain], self.tensors["trace"][span], draft)
 
-    def replay_rows(self, domain: str | None = None) -> list[list[tuple[int, int]]]:
-        """The target's recorded choices as rows of (layer_id, expert_id), one row a token, layers in order.
+    def replay_rows(self, domain: str | None = None) -> list[list[list[tuple[int, int]]]]:
+        """The target's recorded choices as [token][layer] lists of (layer_id, expert_id), layers in order.
 
         Args:
             domain: only the sequences of this one.
@@ -183,7 +183,7 @@ class Profile:
         for sequence in self.traces():
             if domain in (None, sequence.domain):
                 for token in sequence.target.tolist():
-                    rows.append([(layers[i], expert) for i, chosen in enumerate(token) for expert in chosen])
+                    rows.append([[(layers[i], expert) for expert in chosen] for i, chosen in enumerate(token)])
         return rows
 
 
