@@ -1,0 +1,154 @@
+"""The page and the pictures: self-contained, described in words, right where figures are missing."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from moespeq_cli.profile import charts, colors, pictures, report, svg
+from moespeq_cli.profile.build import build
+from runtime.artifacts.profile import Profile
+from tests.profile.test_artifact import job_of
+
+VOID = {"meta", "br", "hr", "img", "input"}
+DOMAIN = '<code> & "prose"'
+
+
+class Page(HTMLParser):
+    """Collects tags, attributes and text, and checks that tags nest."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+@pytest.fixture(scope="module")
+def profile(model: Path, quantized: Path, tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    return build(job_of(model, quantized), tmp_path_factory.mktemp("report") / "profile")
+
+
+def test_the_page_refers_to_nothing_outside_itself(profile: Profile) -> None:
+    text = (profile.folder / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert "http" not in text and "//" not in text and "url(" not in text and "@import" not in text
+    tags = {tag for tag, _, _ in page.attributes} | {"body"}
+    assert not tags & {"script", "link", "iframe", "object", "embed", "img"}
+    assert not [
+        entry for entry in page.attributes if entry[1] in ("src", "href", "data", "action") or entry[1][:2] == "on"
+    ]
+    assert "prefers-color-scheme: dark" in text and "color-scheme: light dark" in text
+
+
+def test_every_picture_is_described_and_well_formed(profile: Profile) -> None:
+    text = (profile.folder / "report.html").read_text(encoding="utf-8")
+    found = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(found) == 2 + 4
+    for picture in found:
+        root = ElementTree.fromstring(picture)
+        assert root.get("role") == "img" and len(root.get("aria-label", "")) > 40
+    heat = found[0]
+    assert len(re.findall("<title>layer", heat)) == 3 * 8
+    assert re.search(r"Most used: layer \d, expert \d, \d\.\d\d times balance", heat)
+
+
+def test_tables_hold_the_measured_figures(profile: Profile) -> None:
+    words = " ".join(Page(report.page(profile, 4096)).words)
+    draft = profile.manifest.draft
+    assert draft is not None
+    for name in ("code", "prose"):
+        assert charts.percent(draft.agreement[name]) in words and charts.percent(draft.greedy[name]) in words
+    assert "60 tokens in 3 sequences" in words
+
+
+def test_missing_figures_are_not_available_rather_than_zero(profile: Profile) -> None:
+    """H18: no draft, or one that nothing was compared with; names that would break the page."""
+    from dataclasses import replace
+
+    manifest = replace(profile.manifest, domains={DOMAIN: 1}, sequences={DOMAIN: 1})
+    draft = manifest.draft
+    assert draft is not None
+    nothing = {DOMAIN: None}
+    draft = replace(draft, agreement=nothing, agreement_next=nothing, greedy=nothing, overlap=nothing)
+    tensors = {name: tensor[:1].clone() for name, tensor in profile.tensors.items()}
+    tensors["coactivation"] = profile.tensors["coactivation"]
+    for name in ("agreement", "agreement_next", "reuse_mean", "kept_from_previous"):
+        tensors[name] = torch.full((1, 3), float("nan"), dtype=torch.float64)
+    tensors["reuse_histogram"] = torch.zeros_like(tensors["reuse_histogram"])
+    page = Page(report.page(Profile(profile.folder, replace(manifest, draft=draft), tensors), 4096))
+    assert page.words.count("n/a") >= 5 and not any(word == "nan" for word in page.words)
+    assert page.words.count(DOMAIN) >= 5
+    without = report.page(Profile(profile.folder, replace(manifest, draft=None), tensors), 4096)
+    assert "agreement" not in " ".join(Page(without).words)
+
+
+def test_experts_that_are_never_used_look_different() -> None:
+    heatmap = charts.Heatmap("h", "t", "a" * 50, (0, 5), [[0.0, 2.0], [1.0, 1.0]], [[0, 4], [2, 2]], 1.0)
+    drawn = svg.heatmap_svg(heatmap)
+    assert drawn.count(f'fill="{colors.UNUSED}"') == 2 and "layer 5, expert 1: 2 tokens, 1.00 × balanced" in drawn
+
+
+@pytest.mark.parametrize(("layers", "experts"), [(1, 4), (6, 16), (24, 60), (48, 128), (61, 256)])
+def test_heatmaps_fit_the_page_at_every_size(layers: int, experts: int) -> None:
+    ratio = [[1.0] * experts for _ in range(layers)]
+    counts = [[1] * experts for _ in range(layers)]
+    drawn = svg.heatmap_svg(charts.Heatmap("h", "t", "a", tuple(range(layers)), ratio, counts, 2.0))
+    width, height = re.findall(r'viewBox="0 0 (\d+) (\d+)"', drawn)[0]
+    assert int(width) <= 1700 and int(height) <= 760
+    labels = [float(x) for x in re.findall(r'<text x="([\d.]+)" y="25.0"', drawn)]
+    assert all(right - left >= 12 for left, right in itertools.pairwise(labels))
+
+
+def test_diverging_colours_are_pale_in_the_middle_and_dark_at_both_ends() -> None:
+    assert colors.diverging(0) == "#f7f7f7" and colors.ink_on(colors.diverging(0)) == "#000000"
+    assert colors.diverging(-9) == colors.DIVERGING[0] and colors.diverging(9) == colors.DIVERGING[-1]
+    assert colors.ink_on(colors.diverging(-1)) == colors.ink_on(colors.diverging(1)) == "#ffffff"
+
+
+def test_pngs_are_made_and_say_what_they_are(profile: Profile) -> None:
+    names = sorted(path.name for path in profile.folder.glob("*.png"))
+    assert names == [
+        "agreement-next.png", "agreement.png", "heatmap-0-code.png", "heatmap-1-prose.png", "kept-from-previous.png",
+        "reuse-distance.png",
+    ]  # fmt: skip
+    for name in names:
+        data = (profile.folder / name).read_bytes()
+        assert data[:8] == b"\x89PNG\r\n\x1a\n" and int.from_bytes(data[16:20]) >= 800
+
+
+def test_without_matplotlib_the_page_is_all_there(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pictures, "available", lambda: False)
+    made = build(job_of(model, None), tmp_path / "profile")
+    assert not list(made.folder.glob("*.png"))
+    assert (made.folder / "report.html").read_text(encoding="utf-8").count("<svg") == 2 + 2
+    assert Profile.open(made.folder).manifest.draft is None
+
+
+def test_file_names_of_domains_are_plain_and_different() -> None:
+    assert charts.slug("Maths & more/..", 0) == "0-maths---more"
+    assert charts.slug("散文", 1) == "1"
