@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from moespeq_cli import console
+from moespeq_cli.bench.command import bench
 from moespeq_cli.pack.command import pack
 from moespeq_cli.profile.command import profile
 from moespeq_cli.quantize.command import quantize
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 for command in (quantize, profile, pack, run):
     app.command()(command)
+app.add_typer(bench, name="bench")
 
 
 def _version(wanted: bool) -> None:

@@ -8,11 +8,14 @@ from typing import Annotated
 import typer
 
 Model = Annotated[
-    str | None, typer.Option("--model", help="Folder of the model, a Hugging Face checkpoint [default: the embedded one]")
+    str | None,
+    typer.Option("--model", help="Folder of the model, a Hugging Face checkpoint [default: the embedded one]"),
 ]
 Artifacts = Annotated[
     Path,
-    typer.Option("--artifacts", envvar="MOESPEQ_ARTIFACTS", help="Folder in which the stages find each other's results"),
+    typer.Option(
+        "--artifacts", envvar="MOESPEQ_ARTIFACTS", help="Folder in which the stages find each other's results"
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of a path")]
 Force = Annotated[bool, typer.Option("--force", help="Replace a result that is already there")]

@@ -75,7 +75,11 @@ class RunSettings:
             (0 <= self.prefetch_window <= MAX_WINDOW, f"a prefetch window of 0 to {MAX_WINDOW}", self.prefetch_window),
             (1 <= self.max_parallel_transfers <= 64, "1 to 64 parallel transfers", self.max_parallel_transfers),
             (self.fetch_rows is None or self.fetch_rows >= 0, "fetch_rows of 0 or more", self.fetch_rows),
-            (self.dtype in ("auto", "bfloat16", "float16", "float32"), "a dtype of auto, bfloat16, float16, float32", self.dtype),
+            (
+                self.dtype in ("auto", "bfloat16", "float16", "float32"),
+                "a dtype of auto, bfloat16, float16, float32",
+                self.dtype,
+            ),
             (self.context >= 1, "a context of 1 token or more", self.context),
             (0 <= self.threads <= 1024, "0 (automatic) to 1024 threads", self.threads),
         )
@@ -102,7 +106,9 @@ def load_profile(name: str) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(expected=f"YAML in {path}", found=str(error), mend="correct the profile") from None
     if not isinstance(body, Mapping):
-        raise InputError(expected=f"settings (name: value) in {path}", found=type(body).__name__, mend="correct the profile")
+        raise InputError(
+            expected=f"settings (name: value) in {path}", found=type(body).__name__, mend="correct the profile"
+        )
     return _typed(RunSettings, dict(body), str(path))
 
 

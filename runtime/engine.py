@@ -194,6 +194,27 @@ class Engine:
         finally:
             self.stats.total_s += time.perf_counter() - started
 
+    def draft_alone(self, request: Request) -> Iterator[int]:
+        """Yield what the quantised model would say without the target: a measure of the draft, not an answer.
+
+        Raises:
+            InputError: the prompt is empty or does not fit, or the settings load no draft.
+        """
+        if self._bank is None:
+            raise InputError(
+                expected="settings with a draft", found="none loaded", mend="set speculate and a prefetch window"
+            )
+        room = self.room(len(request.prompt), request.max_new_tokens)
+        self.host.start(len(request.prompt) + room + 1)
+        self.host.prefill(request.prompt[:-1], self._bank)
+        self._bank.take_route()
+        chooser, token = Chooser(request.sampling), request.prompt[-1]
+        for position in range(len(request.prompt) - 1, len(request.prompt) - 1 + room):
+            token = chooser.draft(self.step(token, position)[0], position + 1).token
+            yield token
+            if token in request.stop_ids:
+                return
+
     def prefill(self, tokens: Sequence[int]) -> None:
         """The loop's target: write the KV of the prompt. Layers are fetched ahead where most experts will be met."""
         spec = self.pack.spec

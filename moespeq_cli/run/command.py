@@ -26,28 +26,36 @@ _PROMPTS = "Prompts"
 
 def run(
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="Text to answer; repeat it for more", rich_help_panel=_PROMPTS)
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="Text to answer; repeat it for more", rich_help_panel=_PROMPTS),
     ] = None,
     prompt_file: Annotated[
         str | None,
         typer.Option(
-            "--prompt-file", help="File with one prompt, or JSONL with many; - reads JSONL from stdin", rich_help_panel=_PROMPTS
+            "--prompt-file",
+            help="File with one prompt, or JSONL with many; - reads JSONL from stdin",
+            rich_help_panel=_PROMPTS,
         ),
     ] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text as it is, without the chat template", rich_help_panel=_PROMPTS)
+        bool,
+        typer.Option("--raw", help="Continue the text as it is, without the chat template", rich_help_panel=_PROMPTS),
     ] = False,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", min=0, help="Tokens to generate at most", rich_help_panel=_PROMPTS)
     ] = 128,
     stop: Annotated[
-        list[str] | None, typer.Option("--stop", help="Text at which to stop; repeat it for more", rich_help_panel=_PROMPTS)
+        list[str] | None,
+        typer.Option("--stop", help="Text at which to stop; repeat it for more", rich_help_panel=_PROMPTS),
     ] = None,
-    pack: Annotated[Path | None, typer.Option("--pack", help="Folder that pack made [default: pack in --artifacts]")] = None,
+    pack: Annotated[
+        Path | None, typer.Option("--pack", help="Folder that pack made [default: pack in --artifacts]")
+    ] = None,
     model: Annotated[str | None, typer.Option("--model", help="Refuse a pack that is not of this model")] = None,
     artifacts: Artifacts = DEFAULT_ARTIFACTS,
     config: Annotated[
-        str | None, typer.Option("--config", help="Deployment profile: a YAML file, or the name of one that comes along")
+        str | None,
+        typer.Option("--config", help="Deployment profile: a YAML file, or the name of one that comes along"),
     ] = None,
     prefetch_window: Annotated[
         int | None,
@@ -55,7 +63,12 @@ def run(
     ] = None,
     verify_window: Annotated[
         int | None,
-        typer.Option("--verify-window", min=0, help="Drafted tokens that one verification takes at most", rich_help_panel=_SETTINGS),
+        typer.Option(
+            "--verify-window",
+            min=0,
+            help="Drafted tokens that one verification takes at most",
+            rich_help_panel=_SETTINGS,
+        ),
     ] = None,
     governor: Annotated[
         str | None, typer.Option("--governor", help="fixed, threshold or roofline", rich_help_panel=_SETTINGS)
@@ -71,30 +84,42 @@ def run(
     ] = None,
     expert_cache: Annotated[
         str | None,
-        typer.Option("--expert-cache", help="Memory for target experts, such as 12GB or 25%", rich_help_panel=_SETTINGS),
+        typer.Option(
+            "--expert-cache", help="Memory for target experts, such as 12GB or 25%", rich_help_panel=_SETTINGS
+        ),
     ] = None,
     max_parallel_transfers: Annotated[
-        int | None, typer.Option("--max-parallel-transfers", min=1, help="Experts read at a time", rich_help_panel=_SETTINGS)
+        int | None,
+        typer.Option("--max-parallel-transfers", min=1, help="Experts read at a time", rich_help_panel=_SETTINGS),
     ] = None,
     context: Annotated[
         int | None,
-        typer.Option("--context", min=1, help="Tokens of prompt and answer to plan memory for", rich_help_panel=_SETTINGS),
+        typer.Option(
+            "--context", min=1, help="Tokens of prompt and answer to plan memory for", rich_help_panel=_SETTINGS
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", help="Arithmetic: auto (as stored), bfloat16, float16 or float32", rich_help_panel=_SETTINGS),
+        typer.Option(
+            "--dtype", help="Arithmetic: auto (as stored), bfloat16, float16 or float32", rich_help_panel=_SETTINGS
+        ),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option("--threads", min=0, help="Threads of the arithmetic; 0 chooses", rich_help_panel=_SETTINGS)
+        int | None,
+        typer.Option("--threads", min=0, help="Threads of the arithmetic; 0 chooses", rich_help_panel=_SETTINGS),
     ] = None,
     temperature: Annotated[
         float, typer.Option("--temperature", min=0, help="0 takes the most likely token", rich_help_panel=_SAMPLING)
     ] = 0.0,
     top_p: Annotated[
-        float, typer.Option("--top-p", help="Keep the likeliest tokens up to this probability", rich_help_panel=_SAMPLING)
+        float,
+        typer.Option("--top-p", help="Keep the likeliest tokens up to this probability", rich_help_panel=_SAMPLING),
     ] = 1.0,
     sample_top_k: Annotated[
-        int, typer.Option("--sample-top-k", min=0, help="Keep so many of the likeliest tokens; 0 keeps all", rich_help_panel=_SAMPLING)
+        int,
+        typer.Option(
+            "--sample-top-k", min=0, help="Keep so many of the likeliest tokens; 0 keeps all", rich_help_panel=_SAMPLING
+        ),
     ] = 0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of all random choices", rich_help_panel=_SAMPLING)] = 0,
     accept: Annotated[
@@ -105,7 +130,9 @@ def run(
             rich_help_panel=_SAMPLING,
         ),
     ] = "coupled",
-    stats: Annotated[Path | None, typer.Option("--stats", help="Write all figures of the run to this JSON file")] = None,
+    stats: Annotated[
+        Path | None, typer.Option("--stats", help="Write all figures of the run to this JSON file")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the memory plan and stop")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt on stdout")] = False,
 ) -> None:

@@ -107,7 +107,9 @@ def declared_stop_ids(pack: Pack, tokenizer: Any) -> frozenset[int]:
     return stop_ids(tokenizer, generation, config)
 
 
-def answer_all(session: Session, prompts: Iterator[Prompt], piece: Piece, done: Callable[[dict[str, Any]], None]) -> int:
+def answer_all(
+    session: Session, prompts: Iterator[Prompt], piece: Piece, done: Callable[[dict[str, Any]], None]
+) -> int:
     """Answer every prompt; returns how many there were."""
     count = 0
     for prompt in prompts:

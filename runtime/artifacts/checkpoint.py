@@ -127,7 +127,9 @@ def _find(folder: str | Path) -> Path:
                 mend=f"download it first with `hf download {text}`, or pass the path of a local folder",
             ) from None
     raise InputError(
-        expected=f"a model folder at {place}", found="no such folder", mend="pass the path of a local model with --model"
+        expected=f"a model folder at {place}",
+        found="no such folder",
+        mend="pass the path of a local model with --model",
     )
 
 
@@ -159,9 +161,7 @@ def _shards(folder: Path) -> tuple[list[str], dict[str, str]]:
         return [SINGLE], {}
     others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
     found = f"only {', '.join(others[:3])}" if others else "no weights"
-    raise InputError(
-        expected=f"{SINGLE} or {INDEX} in {folder}", found=found, mend="pass a model saved as safetensors"
-    )
+    raise InputError(expected=f"{SINGLE} or {INDEX} in {folder}", found=found, mend="pass a model saved as safetensors")
 
 
 def _fingerprint(folder: Path, config: dict[str, Any], files: list[str]) -> str:

@@ -123,9 +123,7 @@ class SpeculativeLoop:
         tokens, tail, emitted = list(prompt), Tail(), 0
         started, read_bytes = time.perf_counter(), self._stats.cache.read_bytes
         self._target.prefill(tokens[:-1])
-        self._stats.prefill_done(
-            len(tokens), time.perf_counter() - started, self._stats.cache.read_bytes - read_bytes
-        )
+        self._stats.prefill_done(len(tokens), time.perf_counter() - started, self._stats.cache.read_bytes - read_bytes)
         while emitted < settings.max_new_tokens:
             left = settings.max_new_tokens - emitted
             self._fill(tail, tokens, settings, left)

@@ -49,7 +49,9 @@ class TargetExperts:
 
     def _weights(self, key: ExpertKey, buffer: Tensor) -> dict[str, Tensor]:
         tensors = self._pack.decode_target(key, buffer)
-        return {name: tensor if tensor.dtype == self._dtype else tensor.to(self._dtype) for name, tensor in tensors.items()}
+        return {
+            name: tensor if tensor.dtype == self._dtype else tensor.to(self._dtype) for name, tensor in tensors.items()
+        }
 
     def take_route(self) -> list[list[ExpertKey]]:
         """The experts of each token since the last call, in layer order; forgets them."""

@@ -70,9 +70,7 @@ class TextStream:
 
     def _held(self) -> int:
         """Characters at the end that may be the beginning of a stop string."""
-        return max(
-            (n for text in self._stop for n in range(1, len(text)) if self._text.endswith(text[:n])), default=0
-        )
+        return max((n for text in self._stop for n in range(1, len(text)) if self._text.endswith(text[:n])), default=0)
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)

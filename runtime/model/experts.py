@@ -37,7 +37,11 @@ def _dispatch(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weig
 def find_experts(layer: nn.Module) -> nn.Module | None:
     """The fused experts module of a decoder layer, or None where the layer is dense."""
     for module in layer.modules():
-        if "gate_up_proj" in module._parameters and "down_proj" in module._parameters and hasattr(module, "_apply_gate"):
+        if (
+            "gate_up_proj" in module._parameters
+            and "down_proj" in module._parameters
+            and hasattr(module, "_apply_gate")
+        ):
             return module
     return None
 

@@ -41,7 +41,11 @@ LAYOUTS = (
     DiskLayout("fused", "model.layers.{L}.mlp.experts", "gate_up_proj", "gate_up_proj", "down_proj"),
     DiskLayout("fused", "model.layers.{L}.block_sparse_moe.experts", "gate_up_proj", "gate_up_proj", "down_proj"),
     DiskLayout(
-        "fused", "model.layers.{L}.block_sparse_moe", "input_linear.weight", "input_linear.weight", "output_linear.weight"
+        "fused",
+        "model.layers.{L}.block_sparse_moe",
+        "input_linear.weight",
+        "input_linear.weight",
+        "output_linear.weight",
     ),
 )
 INTERLEAVED = DiskLayout("interleaved", "model.layers.{L}.mlp.experts", "gate_up_proj", "gate_up_proj", "down_proj")

@@ -39,9 +39,7 @@ def build(config_folder: Path, dtype: torch.dtype) -> Any:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, experts_implementation=experts.IMPLEMENTATION
-            )
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=experts.IMPLEMENTATION)
     except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise InputError(
             expected=f"a model that this transformers can build from {config_folder / 'config.json'}",
@@ -71,7 +69,9 @@ def _restore_buffers(model: nn.Module) -> None:
     """Make modules whose buffers are computed, not stored, again on the CPU."""
     stored = set(model.state_dict())
     for name, module in list(model.named_modules()):
-        computed = [b for b, t in module._buffers.items() if t is not None and t.is_meta and f"{name}.{b}" not in stored]
+        computed = [
+            b for b, t in module._buffers.items() if t is not None and t.is_meta and f"{name}.{b}" not in stored
+        ]
         if computed:
             parent = model.get_submodule(name.rpartition(".")[0])
             with torch.device("cpu"):
@@ -115,7 +115,9 @@ def drop_module(module: nn.Module) -> None:
                     table[name] = nn.Parameter(gone, requires_grad=False) if table is part._parameters else gone
 
 
-def _assign(module: nn.Module, spec: MoeSpec, read: Callable[[str], Tensor], names: dict[str, str], prefix: str) -> None:
+def _assign(
+    module: nn.Module, spec: MoeSpec, read: Callable[[str], Tensor], names: dict[str, str], prefix: str
+) -> None:
     unknown = []
     for memory, disk in names.items():
         owner_name, _, leaf = memory.removeprefix(prefix).rpartition(".")

@@ -142,9 +142,7 @@ class LayerStream:
             if tied:
                 self._model.lm_head.weight = self._model.model.embed_tokens.weight
             else:
-                loader.load_module(
-                    self._model.get_submodule(prefix), prefix, spec, checkpoint.read, self._names
-                )
+                loader.load_module(self._model.get_submodule(prefix), prefix, spec, checkpoint.read, self._names)
 
     def arguments(self, sequence: int, layer_id: int) -> dict[str, Any]:
         """With what the model calls a layer for one sequence: masks, positions, rotary tables."""

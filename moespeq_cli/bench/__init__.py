@@ -1,0 +1,1 @@
+"""`moespeq bench`: figures for the docs, each from a run."""

@@ -1,0 +1,133 @@
+"""`moespeq bench`: parse, call, print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moespeq_cli import console
+from moespeq_cli.options import DEFAULT_ARTIFACTS, Artifacts
+
+bench = typer.Typer(help="Measure, for the docs", no_args_is_help=True)
+
+Output = Annotated[Path | None, typer.Option("--json", help="Write the raw figures to this file")]
+Packs = Annotated[Path | None, typer.Option("--pack", help="Pack to measure [default: pack in --artifacts]")]
+Cores = Annotated[int, typer.Option("--threads", min=0, help="Threads of the arithmetic; 0 chooses")]
+
+
+@bench.command()
+def decode(
+    pack: Packs = None,
+    artifacts: Artifacts = DEFAULT_ARTIFACTS,
+    caches: Annotated[str, typer.Option("--expert-cache", help="Cache sizes, comma-separated")] = "10%,25%,50%,100%",
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each domain")] = 2,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of each mode")] = 3,
+    windows: Annotated[
+        str, typer.Option("--windows", help="Tail lengths, comma-separated; empty skips")
+    ] = "1,2,4,8,16,24",
+    verifies: Annotated[
+        str, typer.Option("--verify-windows", help="Verification lengths, comma-separated")
+    ] = "0,1,2,3,4",
+    window_cache: Annotated[str, typer.Option("--window-cache", help="Cache size of the window sweep")] = "25%",
+    threads: Cores = 0,
+    output: Output = None,
+) -> None:
+    """Cache sizes, eviction, prefetch and windows side by side on the embedded prompts"""
+    from moespeq_cli.bench import decode as sweep
+    from moespeq_cli.bench.prompts import bench_prompts
+
+    opened, tokenizer, stop_ids = _open(pack, artifacts)
+    asked = bench_prompts(tokenizer, prompts)
+    sizes = [part.strip() for part in caches.split(",") if part.strip()]
+    tails, lengths = _numbers(windows), _numbers(verifies)
+    base = _settings(threads)
+    total = len(sizes) * len(sweep.MODES) + len(tails) * len(lengths)
+    console.note(f"{total} settings, {len(asked)} prompts, {max_new_tokens} tokens each, {repeats} repeats")
+    with console.progress("settings", total) as bar:
+        memory = sweep.sweep_memory(opened, base, asked, max_new_tokens, stop_ids, sizes, repeats, bar.advance)
+        grid = (
+            sweep.sweep_windows(
+                opened, base, asked, max_new_tokens, stop_ids, window_cache, tails, lengths, bar.advance
+            )
+            if tails and lengths
+            else None
+        )
+    _finish(output, {"memory": memory, "windows": grid, "max_new_tokens": max_new_tokens, "prompts": len(asked)})
+    print(sweep.memory_table(memory))
+    if grid is not None:
+        print(f"\nMB read a token at {window_cache}:\n\n{sweep.window_table(grid, 'bytes_per_token', 1e-6, 2)}")
+        print(f"\nms a token at {window_cache}:\n\n{sweep.window_table(grid, 'ms_per_token', 1, 1)}")
+        print(f"\nhit rate at {window_cache}, per cent:\n\n{sweep.window_table(grid, 'hit_rate', 100, 1)}")
+
+
+@bench.command()
+def quality(
+    pack: Packs = None,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option("--compare", help="NAME=PACK, another pack of the embedded model; repeat it for more"),
+    ] = None,
+    artifacts: Artifacts = DEFAULT_ARTIFACTS,
+    problems: Annotated[int, typer.Option("--problems", min=1, max=500, help="Held-out maths problems")] = 500,
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each domain for acceptance")] = 50,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 96,
+    threads: Cores = 0,
+    output: Output = None,
+) -> None:
+    """Exact match of target, speculation and draft alone, and acceptance by domain, on the embedded model"""
+    from moespeq_cli.bench import quality as measure
+    from runtime.artifacts.pack import Pack
+
+    opened, tokenizer, stop_ids = _open(pack, artifacts)
+    packs = {"gptq": opened} | {
+        name: Pack.open(folder) for name, _, folder in (item.partition("=") for item in compare or [])
+    }
+    total = problems * (1 + 2 * len(packs)) + 3 * prompts * len(packs)
+    with console.progress("texts", total) as bar:
+        result = measure.measure_quality(
+            packs, _settings(threads), tokenizer, problems, prompts, max_new_tokens, stop_ids, bar.advance
+        )
+    _finish(output, result)
+    print(measure.quality_tables(result))
+
+
+def _open(pack: Path | None, artifacts: Path) -> tuple[Any, Any, frozenset[int]]:
+    from moespeq_cli.options import model_folder
+    from moespeq_cli.run.ready import open_pack
+    from moespeq_cli.run.session import declared_stop_ids, load_tokenizer
+    from runtime.artifacts.checkpoint import Checkpoint
+    from runtime.artifacts.manifest import require_same_model
+
+    opened = open_pack(pack, artifacts, None)
+    embedded = Checkpoint.open(model_folder(None)).digest
+    require_same_model("pack", opened.folder, opened.manifest.model_digest, embedded)
+    tokenizer = load_tokenizer(opened.config_folder)
+    return opened, tokenizer, declared_stop_ids(opened, tokenizer)
+
+
+def _settings(threads: int) -> Any:
+    from runtime.config import make_settings
+
+    return make_settings(None, {"threads": threads, "context": 512})
+
+
+def _numbers(text: str) -> list[int]:
+    from runtime.errors import InputError
+
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise InputError(expected="whole numbers, comma-separated", found=text, mend="correct the option") from None
+
+
+def _finish(output: Path | None, result: dict[str, Any]) -> None:
+    from moespeq_cli.bench.environment import environment
+    from runtime.artifacts.manifest import write_guard, write_json
+
+    if output is not None:
+        with write_guard("the figures", output.parent):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            write_json(output, {"environment": environment()} | result)
