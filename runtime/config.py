@@ -59,7 +59,7 @@ class RunSettings:
     gamma: float = 0.1
     expert_cache_size: str | None = None
     max_parallel_transfers: int = 4
-    fetch_rows: int | None = None
+    fetch_rows: int | None = 2
     speculate: bool = True
     dtype: str = "auto"
     threads: int = 0

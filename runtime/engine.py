@@ -75,8 +75,10 @@ def draft_bytes(pack: Pack) -> int:
     spec, total = pack.spec, 0
     for layer_id in spec.moe_layers:
         fmt = pack.draft_format(layer_id)
-        shapes = ((fmt.gate_up, 2 * spec.moe_intermediate_size, spec.hidden_size),)
-        shapes += ((fmt.down, spec.hidden_size, spec.moe_intermediate_size),)
+        shapes = (
+            (fmt.gate_up, 2 * spec.moe_intermediate_size, spec.hidden_size),
+            (fmt.down, spec.hidden_size, spec.moe_intermediate_size),
+        )
         for linear, rows, columns in shapes:
             if linear.bits == 0:
                 total += spec.num_experts * rows * columns * TORCH_DTYPES[spec.dtype].itemsize
@@ -219,7 +221,7 @@ class Engine:
         """The loop's target: write the KV of the prompt. Layers are fetched ahead where most experts will be met."""
         spec = self.pack.spec
         most = len(tokens) * spec.top_k >= 2 * spec.num_experts
-        self.cache.announce([spec.keys()] if most else [])
+        self.cache.announce([spec.expert_keys()] if most else [])
         self.host.prefill(tokens, self._experts)
         self._experts.take_route()
 

@@ -28,7 +28,7 @@ class Mode:
     changes: dict[str, Any]
 
 
-LRU = {"speculate": False, "prefetch": "none", "eviction": "lru"}
+LRU: dict[str, Any] = {"speculate": False, "prefetch": "none", "eviction": "lru"}
 MODES = (
     Mode("no draft, LRU", LRU),
     Mode("no draft, LRU, history prefetch", LRU | {"prefetch": "history"}),
@@ -184,12 +184,16 @@ def memory_table(result: dict[str, Any]) -> str:
             number(row["clairvoyant_bytes_per_token"] / 1e6),
             percent(row["hit_rate"]),
             number(row["wait_ms_per_token"]),
-            f"{number(row['ms_per_token'], 1)} ({number(row['ms_per_token_min'], 1)}-{number(row['ms_per_token_max'], 1)})",
+            " ".join((number(row["ms_per_token"], 1), _spread(row))),
         )
         for row in result["rows"]
     ]
     head = ("cache", "mode", "MB read a token", "clairvoyant", "hits", "waiting, ms a token", "ms a token (spread)")
     return markdown(head, rows)
+
+
+def _spread(row: dict[str, Any]) -> str:
+    return f"({number(row['ms_per_token_min'], 1)}-{number(row['ms_per_token_max'], 1)})"
 
 
 def window_table(result: dict[str, Any], field: str, scale: float, digits: int) -> str:

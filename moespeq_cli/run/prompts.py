@@ -89,7 +89,7 @@ def _is_chat(value: Any) -> bool:
 
 def _bad(where: str, number: int, found: str) -> InputError:
     return InputError(
-        expected=f'{{"prompt": "..."}} or {{"messages": [{{"role": ..., "content": ...}}]}} on line {number} of {where}',
+        expected='{"prompt": "..."} or {"messages": [{"role": ..., "content": ...}]} ' + f"on line {number} of {where}",
         found=found,
         mend="write one JSON object a line",
     )

@@ -106,8 +106,8 @@ def load_manifest(folder: Path, cls: type[M]) -> M:
         raise ArtifactError(expected=f"a {kind} artifact in {folder}", found=found, mend=mend)
     body = read_json(path, f"the {kind} manifest")
     if not isinstance(body, dict) or body.get("kind") != kind:
-        found = body.get("kind") if isinstance(body, dict) else type(body).__name__
-        raise ArtifactError(expected=f"a manifest of kind {kind!r} in {path}", found=repr(found), mend=mend)
+        other = body.get("kind") if isinstance(body, dict) else type(body).__name__
+        raise ArtifactError(expected=f"a manifest of kind {kind!r} in {path}", found=repr(other), mend=mend)
     if body.get("format_version") != FORMAT_VERSION:
         raise ArtifactError(
             expected=f"format_version {FORMAT_VERSION} in {path}", found=repr(body.get("format_version")), mend=mend

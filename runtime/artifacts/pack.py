@@ -64,7 +64,7 @@ class Pack:
         self.folder = folder
         self.manifest = manifest
         self.records = {side: {entry.key: entry for entry in entries} for side, entries in records.items()}
-        self._keys = manifest.spec.keys()
+        self._keys = manifest.spec.expert_keys()
         self._dense = read_pack_header(folder / DENSE)
 
     @classmethod
@@ -230,7 +230,7 @@ def _index_rules(manifest: PackManifest, side: str) -> IndexRules:
     shards = [shard_name(side, shard) for shard in range(manifest.num_shards)]
     return IndexRules(
         side=side,
-        keys=manifest.spec.keys(),
+        keys=manifest.spec.expert_keys(),
         slot_bytes=manifest.target_slot_bytes if side == "target" else manifest.draft_slot_bytes,
         encodings=frozenset((DRAFT_LAYOUT,) if side == "draft" else (RAW.name, manifest.encoding)),
         shard_bytes={shard: manifest.files[shard].size_bytes for shard in shards},

@@ -77,7 +77,8 @@ class Int4Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[m, in] to [m, out]."""
-        parts = [self._kernel(part) for part in x.to(torch.bfloat16).split(INT4_MAX_TOKENS)]
+        inputs = x.to(torch.bfloat16)
+        parts = [self._kernel(inputs[i : i + INT4_MAX_TOKENS]) for i in range(0, len(inputs), INT4_MAX_TOKENS)]
         y = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(x.dtype)
         return y if self.bias is None else y + self.bias
 
@@ -132,7 +133,7 @@ class DraftBank:
         store = RecordStore(pack.draft_locations())
         slots = SlotPool(1, pack.draft_slot_bytes)
         try:
-            for key in pack.spec.keys():
+            for key in pack.spec.expert_keys():
                 store.read_into(key, slots.buffer(0))
                 views = pack.draft_layout(key[0]).views(slots.tensor(0))
                 fmt = pack.draft_format(key[0])

@@ -95,7 +95,7 @@ class Fixed:
 
 
 class Threshold:
-    """One more while the mean of the last ten acceptance rates is above 0.9, else one less; between 1 and the window."""
+    """One more while the mean of the last ten acceptance rates is above 0.9, else one less; 1 to the window."""
 
     name = "threshold"
 

@@ -110,8 +110,8 @@ def combine(outputs: Tensor, top_k_weights: Tensor) -> Tensor:
         top_k_weights: [T, k].
 
     Returns:
-        [T, H] in the type of `outputs`. Products and sums are element by element, so a token's result does not depend on
-        the other tokens, nor on the order in which experts arrived.
+        [T, H] in the type of `outputs`. Products and sums are element by element, so a token's result does not depend
+        on the other tokens, nor on the order in which experts arrived.
     """
     total: Tensor | None = None
     for place in range(outputs.shape[1]):

@@ -4,8 +4,8 @@ In memory every supported family holds the library's fused experts; on disk thre
 
 * `separate`: one tensor a projection and expert, `{prefix}.{expert}.{name}.weight`, [out, in];
 * `fused`: one tensor a layer, gate and up rows concatenated, `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I];
-* `interleaved`: one tensor a layer, transposed, gate and up columns alternating, with biases: `gate_up_proj` [E, H, 2I],
-  `gate_up_proj_bias` [E, 2I], `down_proj` [E, I, H], `down_proj_bias` [E, H].
+* `interleaved`: one tensor a layer, transposed, gate and up columns alternating, with biases: `gate_up_proj`
+  [E, H, 2I], `gate_up_proj_bias` [E, 2I], `down_proj` [E, I, H], `down_proj_bias` [E, H].
 """
 
 from __future__ import annotations
@@ -114,14 +114,14 @@ class MoeSpec:
         """How the source names its experts."""
         return INTERLEAVED if self.layout < 0 else LAYOUTS[self.layout]
 
-    def keys(self) -> list[tuple[int, int]]:
+    def expert_keys(self) -> list[tuple[int, int]]:
         """Every (layer_id, expert_id), layer by layer."""
         return [(layer, expert) for layer in self.moe_layers for expert in range(self.num_experts)]
 
 
 @dataclass(slots=True)
 class ExpertWeights:
-    """One expert: gate_proj and up_proj [I, H], down_proj [H, I], and biases [I], [I], [H] where the family has them."""
+    """One expert: gate_proj and up_proj [I, H], down_proj [H, I]; biases [I], [I], [H] where the family has them."""
 
     gate_proj: Tensor
     up_proj: Tensor

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer in a buffer [1, heads, capacity, dim], with a write position shared by all layers."""
+    """Keys and values of one layer, [1, heads, capacity, dim], with a write position shared by all layers."""
 
     is_sliding = False
 

@@ -108,7 +108,8 @@ def load_module(module: nn.Module, prefix: str, spec: MoeSpec, read: Callable[[s
 def drop_module(module: nn.Module) -> None:
     """Give the memory of a loaded module back; it can be loaded again."""
     for part in module.modules():
-        for table in (part._parameters, part._buffers):
+        tables: list[dict[str, Any]] = [part._parameters, part._buffers]
+        for table in tables:
             for name, tensor in table.items():
                 if tensor is not None and not (table is part._buffers and name in part._non_persistent_buffers_set):
                     gone = torch.empty_like(tensor, device="meta")
@@ -125,7 +126,8 @@ def _assign(
             owner = module.get_submodule(owner_name)
         except AttributeError:
             owner = None
-        table = next((t for t in (owner._parameters, owner._buffers) if leaf in t), None) if owner is not None else None
+        tables: list[dict[str, Any]] = [] if owner is None else [owner._parameters, owner._buffers]
+        table = next((t for t in tables if leaf in t), None)
         slot = table[leaf] if table is not None else None
         if table is None or slot is None:
             if not _ignorable(memory, spec):

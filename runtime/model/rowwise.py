@@ -85,7 +85,8 @@ def _rotary_by_row(module: nn.Module, mode: RowMode) -> None:
     def forward(x: Tensor, position_ids: Tensor, *arguments: Any, **named: Any) -> Any:
         if not mode.active or position_ids.shape[1] == 1:
             return inner(x, position_ids, *arguments, **named)
-        rows = [inner(x[:, :1], p, *arguments, **named) for p in position_ids.split(1, dim=1)]
+        places = range(position_ids.shape[1])
+        rows = [inner(x[:, :1], position_ids.narrow(1, row, 1), *arguments, **named) for row in places]
         if isinstance(rows[0], tuple):
             return tuple(torch.cat(parts, dim=1) for parts in zip(*rows, strict=True))
         return torch.cat(rows, dim=1)
