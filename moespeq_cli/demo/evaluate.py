@@ -126,7 +126,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--row-tokens", type=int, default=512)
     command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of the arithmetic")
     command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    command.add_argument("--threads", type=int, default=1, help="of the CPU; more wait for each other where cores are busy")
+    command.add_argument("--threads", type=int, default=1, help="of the CPU; more are slow where cores are busy")
     command.add_argument("--json", action="store_true", help="one JSON object, with the wrong answers")
     return command
 
