@@ -16,6 +16,7 @@ class DecodeStats:
     """Counts and seconds of decoding; the expert cache counts its own in `cache`.
 
     Attributes:
+        new_tokens: tokens given out; those of a block that the caller no longer takes (a stop text) do not count.
         proposals_judged: drafted tokens that met the target's choice, verified or compared with its next token.
         proposals_right: those that were equal.
         accepted_by_round: how many proposals were accepted, by how many were verified: {"2": {"0": 3, "2": 40}}.
@@ -50,13 +51,12 @@ class DecodeStats:
         self.prefill_s += seconds
         self.prefill_read_bytes += read_bytes
 
-    def round_done(self, tried: int, accepted: int, decided: int) -> None:
-        """A verification of `tried` proposals accepted some and decided so many tokens."""
+    def round_done(self, tried: int, accepted: int) -> None:
+        """A verification of `tried` proposals accepted so many."""
         self.rounds += 1
         self.proposals_verified += tried
         self.proposals_accepted += accepted
         self.accepted_by_round.setdefault(tried, Counter())[accepted] += 1
-        self.new_tokens += decided
 
     def pass_done(self, rows: int, seconds: float) -> None:
         """The target ran so many rows, waiting included."""

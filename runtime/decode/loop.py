@@ -130,6 +130,7 @@ class SpeculativeLoop:
             for token in self._verify(tail, tokens, left, settings):
                 tokens.append(token)
                 emitted += 1
+                self._stats.new_tokens += 1
                 yield token
             if tokens[-1] in settings.stop_ids:
                 return
@@ -176,7 +177,7 @@ class SpeculativeLoop:
         accepted = min(len(decided) - (not agreed), j)
         self._measured.judged(j, accepted)
         self._governor.observe(j, accepted)
-        self._stats.round_done(j, accepted, len(decided))
+        self._stats.round_done(j, accepted)
         return decided
 
     def _situation(self, tail: Tail, left: int) -> Situation:
