@@ -1,0 +1,156 @@
+"""The target's text and logits do not depend on speculation, memory or transfers (H12, H14)."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from runtime.artifacts.pack import Pack
+from runtime.config import RunSettings
+from runtime.engine import plan_run
+from runtime.errors import PlanError
+from tests.decode.conftest import PackOf
+from tests.decode.packs import Run, assert_same, build, decode, prompt_of
+
+FAMILIES = ["qwen2_moe", "mixtral", "olmoe", "deepseek_v2", "gpt_oss"]
+PROMPTS = (1, 12, 40)  # gpt_oss's window of 16 is passed while decoding after 12, in the prompt at 40
+COUNT = 24
+
+WAYS = st.fixed_dictionaries(
+    {
+        "prefetch_window": st.integers(0, 24),
+        "verify_window": st.one_of(st.integers(0, 8), st.just(16)),
+        "slots": st.one_of(st.integers(1, 6), st.integers(1, 16), st.none()),
+        "eviction": st.sampled_from(["lru", "lfu", "priority", "lookahead"]),
+        "prefetch": st.sampled_from(["draft", "history", "none"]),
+        "governor": st.sampled_from(["fixed", "threshold", "roofline"]),
+        "max_parallel_transfers": st.sampled_from([1, 4]),
+        "fetch_rows": st.sampled_from([None, 0, 1, 3]),
+    }
+)
+
+
+@cache
+def reference(pack: Pack, length: int, count: int = COUNT) -> Run:
+    """The target alone, all its experts resident."""
+    return decode(pack, prompt_of(length), count, speculate=False)
+
+
+def way(window: int, verify: int, slots: int | None, **more: Any) -> dict[str, Any]:
+    return {"prefetch_window": window, "verify_window": verify, "slots": slots, "governor": "fixed", **more}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_same_ids_and_bits_in_every_way(pack_of: PackOf, kind: str, dtype: torch.dtype) -> None:
+    pack = pack_of(kind, dtype)
+
+    @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(way=WAYS, length=st.sampled_from(PROMPTS))
+    @example(way(24, 16, 1), 40)
+    @example(way(8, 7, None), 12)
+    @example(way(24, 8, 3, prefetch="history", eviction="lru", max_parallel_transfers=1), 1)
+    def same(way: dict[str, Any], length: int) -> None:
+        assert_same(decode(pack, prompt_of(length), COUNT, **way), reference(pack, length))
+
+    same()
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_float32_ids_are_those_of_the_library(pack_of: PackOf, kind: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    pack = pack_of(kind, torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(pack.folder.parent / "model", dtype=torch.float32).eval()
+    for length in PROMPTS:
+        prompt = prompt_of(length)
+        whole = model.generate(
+            torch.tensor([prompt]), max_new_tokens=COUNT, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert whole[0, length:].tolist() == reference(pack, length).tokens
+        assert whole[0, length:].tolist() == decode(pack, prompt, COUNT, prefetch_window=6, verify_window=3).tokens
+
+
+def test_sliding_window_of_mixtral_is_kept_row_by_row(tmp_path: Any) -> None:
+    """A window that ends inside a verified block: each row hides another first key."""
+    pack = build(tmp_path, "mixtral", sliding_window=8)
+    other = build(tmp_path / "full", "mixtral", sliding_window=None)
+    for length in (5, 30):
+        alone = reference(pack, length)
+        assert_same(decode(pack, prompt_of(length), COUNT, **way(8, 7, 4)), alone)
+        assert alone.tokens != reference(other, length).tokens
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "granitemoe", "phimoe", "qwen3_moe"])
+def test_other_families_too(pack_of: PackOf, kind: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        pack = pack_of(kind, dtype)
+        assert_same(decode(pack, prompt_of(12), COUNT, **way(8, 7, 4)), reference(pack, 12))
+
+
+def test_stored_bfloat16_runs_in_float32(pack_of: PackOf) -> None:
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    alone = decode(pack, prompt_of(12), COUNT, speculate=False, dtype="float32")
+    assert_same(decode(pack, prompt_of(12), COUNT, **way(8, 4, 3, dtype="float32")), alone)
+    rounded = reference(pack, 12)
+    assert any(not torch.equal(rounded.logits[p], alone.logits[p]) for p in alone.logits if p in rounded.logits)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 16])
+def test_prompt_of_100_passes_through_a_cache_of_any_size(wide: Pack, slots: int) -> None:
+    alone = reference(wide, 100, 16)
+    run = decode(wide, prompt_of(100), 16, slots=slots, prefetch_window=8, verify_window=8, governor="fixed")
+    assert_same(run, alone)
+    counted = run.report["expert_cache"]
+    assert counted["evictions"] > 0 and counted["demand_bytes"] > 0
+
+
+@pytest.mark.parametrize("size", ["0", "1%", "1KB"])
+def test_cache_below_one_expert_is_refused_with_the_minimum(wide: Pack, size: str) -> None:
+    with pytest.raises(PlanError) as refusal:
+        plan_run(wide, RunSettings(expert_cache_size=size))
+    assert f"{wide.target_slot_bytes} bytes" in str(refusal.value)
+    assert f"--expert-cache {wide.target_slot_bytes}" in refusal.value.mend
+
+
+def never(logits: torch.Tensor, position: int) -> torch.Tensor:
+    return -logits
+
+
+def sometimes(logits: torch.Tensor, position: int) -> torch.Tensor:
+    return -logits if position % 3 == 0 else logits
+
+
+@pytest.mark.parametrize("window", range(1, 9))
+def test_drafts_that_agree_always_never_and_sometimes(exact: Pack, window: int) -> None:
+    alone = reference(exact, 12, 40)
+    always = decode(exact, prompt_of(12), 40, **way(window, window, None))
+    assert_same(always, alone)
+    assert always.report["acceptance"] == 1.0 and always.report["routing_agreement"] == 1.0
+    opposite = decode(exact, prompt_of(12), 40, distort=never, **way(window, window, None))
+    assert_same(opposite, alone)
+    assert opposite.report["acceptance"] == 0.0
+    mixed = decode(exact, prompt_of(12), 40, distort=sometimes, **way(window, window, None))
+    assert_same(mixed, alone)
+    assert 0.5 < mixed.report["acceptance"] < 1
+
+
+@pytest.mark.parametrize("distort", [None, never, sometimes])
+def test_every_choice_a_tie(tmp_path: Any, distort: Any) -> None:
+    """Each row of the head exists twice, so the two likeliest tokens are always equal."""
+
+    def double(model: Any) -> None:
+        model.lm_head.weight[128:256] = model.lm_head.weight[:128]
+        model.lm_head.weight[256:] = 0
+
+    pack = build(tmp_path, min_in=1000, change=double)
+    alone = reference(pack, 12, 40)
+    for window in (1, 4, 8):
+        assert_same(decode(pack, prompt_of(12), 40, distort=distort, **way(window, window, 5)), alone)
+    assert all(int((logits == logits.max()).sum()) == 2 for logits in alone.logits.values())
+    assert set(alone.tokens) <= set(range(128)), "the first of equals"
