@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,86 +10,31 @@ from safetensors.torch import save_file
 
 from moespeq_cli.pack.build import build_pack
 from moespeq_cli.pack.plan import PackPlan, make_plan
+from moespeq_cli.quantize.build import quantize
+from moespeq_cli.quantize.plan import QuantizeOptions
 from runtime.artifacts.checkpoint import Checkpoint
-from runtime.artifacts.gptq_format import effective_group_size, pack_linear
 from runtime.artifacts.manifest import FileEntry, save_manifest
 from runtime.artifacts.pack import Pack
 from runtime.artifacts.profile import ProfileManifest
-from runtime.artifacts.quantized import Calibration, LayerFormat, QuantizedManifest, linear_name
-from runtime.model.families import PROJECTIONS, MoeSpec, describe, read_expert
-
-IN_FEATURES = {"gate_proj": "hidden_size", "up_proj": "hidden_size", "down_proj": "moe_intermediate_size"}
+from runtime.model.families import describe
 
 
-def save_quantized(
-    model: Path, folder: Path, group_size: int = 32, bits: int = 4, wide_layers: Sequence[int] = (), min_in: int = 64
-) -> Path:
-    """Round every expert of a model to nearest, symmetric; `wide_layers` get 8 bits and one scale a row."""
-    checkpoint = Checkpoint.open(model)
-    spec = describe(checkpoint)
-    tensors: dict[str, torch.Tensor] = {}
-    layers: dict[str, LayerFormat] = {}
-    for layer_id in spec.moe_layers:
-        form = LayerFormat(8, -1) if layer_id in wide_layers else LayerFormat(bits, group_size)
-        kept = tuple(name for name in PROJECTIONS if getattr(spec, IN_FEATURES[name]) < min_in)
-        layers[str(layer_id)] = LayerFormat(form.bits, form.group_size, kept)
-        for expert_id in range(spec.num_experts):
-            weights = read_expert(checkpoint, spec, layer_id, expert_id)
-            for name in PROJECTIONS:
-                prefix, weight = linear_name(layer_id, expert_id, name), getattr(weights, name)
-                parts = {"weight": weight} if name in kept else _round(weight, form)
-                if spec.has_bias:
-                    parts["bias"] = getattr(weights, name.replace("proj", "bias"))
-                tensors.update({f"{prefix}.{part}": tensor.contiguous() for part, tensor in parts.items()})
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(checkpoint.config))
-    _finish(folder, checkpoint, spec, layers, bits, group_size, len(tensors))
-    return folder
-
-
-def _round(weight: torch.Tensor, form: LayerFormat) -> dict[str, torch.Tensor]:
-    size = effective_group_size(weight.shape[1], form.group_size, bits=form.bits)
-    grouped = weight.float().unflatten(1, (-1, size))
-    half = 1 << (form.bits - 1)
-    scales = (grouped.abs().amax(2) / half).clamp(min=1e-6).half()
-    codes = (grouped / scales.float()[..., None]).round().add(half).clamp(0, 2 * half - 1).to(torch.uint8).flatten(1)
-    return pack_linear(codes, scales, torch.full(scales.shape, half), form.bits, form.group_size)
-
-
-def _finish(
-    folder: Path,
-    checkpoint: Checkpoint,
-    spec: MoeSpec,
-    layers: dict[str, LayerFormat],
-    bits: int,
-    group_size: int,
-    linears: int,
-) -> None:
-    manifest = QuantizedManifest(
-        model_digest=checkpoint.digest,
-        model_type=spec.model_type,
-        num_experts=spec.num_experts,
-        hidden_size=spec.hidden_size,
-        moe_intermediate_size=spec.moe_intermediate_size,
-        dtype=spec.dtype,
-        has_bias=spec.has_bias,
-        method="rtn",
-        solver="batched",
-        bits=bits,
+def save_quantized(model: Path, folder: Path, group_size: int = 32, wide_layers: Sequence[int] = ()) -> Path:
+    """Round every expert of a model to nearest; `wide_layers` get 8 bits and one scale a row."""
+    text = folder.with_name(f"{folder.name}.txt")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    text.write_text("A line is enough, for rounding to nearest looks at no text.")
+    options = QuantizeOptions(
+        model=str(model),
+        out=folder,
+        data=text,
+        seq_len=16,
         group_size=group_size,
-        damp_percent=0.01,
-        scale_search=False,
-        layers=layers,
-        calibration=Calibration("embedded", 0, 0, 0, 0, ""),
-        quantized_linears=linears,
-        kept_linears=0,
-        rounded_linears=linears,
-        mean_output_error=0.0,
-        settings={},
-        files={path.name: FileEntry.of(path) for path in folder.iterdir()},
+        method="rtn",
+        sensitive_layers=tuple(wide_layers),
     )
-    save_manifest(folder, manifest)
+    quantize(options)
+    return folder
 
 
 def plan_for(

@@ -19,7 +19,7 @@ from runtime.artifacts.safetensors_file import pread
 from runtime.memory.location import ExpertKey, RecordLocation
 from runtime.model.families import LayerExperts, dense_names, describe, expert_tensor_names, read_layer, to_disk_tensors
 from tests.pack.fixtures import make_pack, save_quantized
-from tests.tiny import KINDS, make_model, save_model, save_tiny
+from tests.tiny import KINDS, make_model, save_model, save_tiny, save_tokenizer
 
 
 def read_record(location: RecordLocation) -> torch.Tensor:
@@ -123,6 +123,7 @@ def save_fused(model: Path, folder: Path) -> Path:
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(source.config))
+    save_tokenizer(folder)
     return folder
 
 
