@@ -23,8 +23,8 @@ def save_heatmap(chart: Heatmap, folder: Path) -> Path:
     from matplotlib.colors import LinearSegmentedColormap
 
     experts, layers = len(chart.ratio[0]), len(chart.layers)
-    width = min(max(4.0 + 0.42 * experts, 7.0), 22.0)
-    figure, axes = _figure(width, min(max(1.9 + 0.34 * layers, 3.2), 16.0))
+    width = min(max(4.0 + 0.42 * experts, 7.0), 16.0)
+    figure, axes = _figure(width, min(max(1.9 + 0.34 * layers, 3.2), 10.0))
     colors = LinearSegmentedColormap.from_list("balance", list(DIVERGING)).with_extremes(bad=UNUSED)
     values = [[math.log2(value) if value > 0 else math.nan for value in row] for row in chart.ratio]
     span = {"vmin": -chart.limit, "vmax": chart.limit}
@@ -32,7 +32,7 @@ def save_heatmap(chart: Heatmap, folder: Path) -> Path:
     axes.set_title(chart.title, fontsize=11, pad=10)
     axes.set_xlabel("expert")
     axes.set_ylabel("layer")
-    _ticks(axes.set_xticks, [str(expert) for expert in range(experts)], 40)
+    _ticks(axes.set_xticks, [str(expert) for expert in range(experts)], 36)
     _ticks(axes.set_yticks, [str(layer) for layer in chart.layers], 30)
     if experts <= 24 and layers <= 40:
         _write_values(axes, chart)
@@ -55,7 +55,7 @@ def save_lines(chart: LineChart, folder: Path) -> Path:
         axes.plot(places, chart.reference, color=REFERENCE, linestyle="--", label=chart.reference_label, linewidth=1.2)
     axes.set_title(chart.title, fontsize=11)
     axes.set_xlabel(chart.x_label)
-    axes.set_ylabel(f"share {chart.y_label}")
+    axes.set_ylabel(chart.y_label)
     low, high = chart.y_range
     axes.set_ylim(low, high + 0.02 * (high - low))
     axes.set_yticks(chart.y_ticks, [f"{100 * tick:g} %" for tick in chart.y_ticks])

@@ -63,7 +63,7 @@ def _summary(profile: Profile) -> str:
     head = [
         "domain",
         "tokens",
-        "busiest expert, of the tokens",
+        "busiest expert and its share of tokens",
         "never used",
         "kept from previous token",
         "mean reuse distance",
@@ -79,7 +79,7 @@ def _summary(profile: Profile) -> str:
         cells = [
             name,
             str(tokens),
-            f"{busiest} (layer {manifest.moe_layers[row]}, expert {expert})",
+            f"layer {manifest.moe_layers[row]}, expert {expert}: {busiest}",
             str(int((counts == 0).sum())),
             percent(float(tensors["kept_from_previous"][place].mean())),
             _tokens(float(tensors["reuse_mean"][place].mean())),

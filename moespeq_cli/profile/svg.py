@@ -57,6 +57,7 @@ def _color_bar(x: float, y: float, chart: Heatmap) -> str:
         f'fill="{diverging(2 * (i + 0.5) / steps - 1)}"/>'
         for i in range(steps)
     ]
+    parts = [f'<g shape-rendering="crispEdges">{"".join(parts)}</g>']
     parts += [_text(x + wide * (power / chart.limit + 1) / 2, y + 24, label, "middle") for power, label in labels]
     parts.append(f'<rect x="{x + wide + 40}" y="{y}" width="14" height="10" fill="{UNUSED}"/>')
     parts.append(_text(x + wide + 60, y + 9.5, "never used", "start"))
@@ -66,7 +67,7 @@ def _color_bar(x: float, y: float, chart: Heatmap) -> str:
 def lines_svg(chart: LineChart) -> str:
     """One line a domain, each with a colour, a marker and its name beside it."""
     scale = _Scale(chart)
-    parts = [_text(4, 14, f"share {chart.y_label}", "start"), _axes(chart, scale)]
+    parts = [_text(4, 14, chart.y_label, "start"), _axes(chart, scale)]
     if chart.reference is not None:
         dashes = _polyline([(scale.x(i), scale.y(value)) for i, value in enumerate(chart.reference)])
         parts.append(f'<polyline {dashes} stroke="{REFERENCE}" stroke-dasharray="5 4"/>')

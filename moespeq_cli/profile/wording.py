@@ -20,10 +20,10 @@ svg text { fill: var(--ink); font: 12px system-ui, sans-serif }
 svg .grid { stroke: var(--line); fill: none }
 table { border-collapse: collapse; margin: .6rem 0 }
 th, td { border-bottom: 1px solid var(--line); padding: .25rem 0 .25rem 1rem; text-align: right;
-  font-variant-numeric: tabular-nums; overflow-wrap: anywhere }
+  font-variant-numeric: tabular-nums; white-space: nowrap }
 th:first-child, td:first-child { text-align: left; padding-left: 0 }
-th { font-weight: 600; vertical-align: bottom; overflow-wrap: normal }
-.settings td { text-align: left }
+th { font-weight: 600; vertical-align: bottom; white-space: normal }
+.settings td, .settings th { text-align: left }
 code { font-size: .92em; white-space: nowrap }
 """
 
@@ -34,8 +34,8 @@ by a factor of two. Strong colours in one domain and not in another mark special
 
 AGREEMENT = """
 Both models read the same texts, each with hidden states of its own from the first token on. In the first layer with
-experts nothing is quantised before the router, so both choose alike there. A draft that has only the tokens since the
-last verified one to itself carries fewer of its own errors than this one, which has the whole text.
+experts nothing is quantised before the router, so both choose alike there. While <code>moespeq run</code> drafts, only
+the drafted tokens are the draft's own: it reads the target's KV cache for all before, so less error builds up there.
 """
 
 AGREEMENT_NEXT = """
@@ -49,8 +49,8 @@ evenly and anew for every token.
 """
 
 REUSE = """
-Read it as the share of uses that a cache would serve if it kept every expert for so many tokens. A line above the
-dashed one means that a text comes back to its experts sooner than chance.
+Read it as the share of uses that a cache would serve if it kept every expert for so many tokens. Above the dashed line
+a text comes back to its experts sooner than chance; below it, at the right, are the experts that it seldom uses.
 """
 
 PAIRS = """
