@@ -40,7 +40,7 @@ from runtime.artifacts.pack import (
     shard_name,
 )
 from runtime.artifacts.record import ALIGN_BYTES, DRAFT_LAYOUT, align_up
-from runtime.artifacts.record_index import SIDES, RecordEntry, record_name, save_index
+from runtime.artifacts.record_index import MEND, SIDES, RecordEntry, record_name, save_index
 from runtime.errors import ArtifactError, InputError
 from runtime.memory.location import ExpertKey
 
@@ -56,7 +56,7 @@ def find_finished(plan: PackPlan) -> PackManifest | None:
     """The manifest of an identical pack that is already there.
 
     Raises:
-        ArtifactError: a finished pack of other sources or settings is in the way.
+        ArtifactError: a finished pack of other sources or settings, or a damaged one, is in the way.
     """
     if not is_finished(plan.folder):
         return None
@@ -72,9 +72,13 @@ def find_finished(plan: PackPlan) -> PackManifest | None:
         if found[name] != value:
             raise ArtifactError(
                 expected=f"no finished pack in {plan.folder}, or one with {name} = {value!r:.80}",
-                found=f"{found[name]!r:.80}",
+                found=f"one with {name} = {found[name]!r:.80}",
                 mend="pass --force to replace it, or another --out",
             )
+    try:
+        check_files(plan.folder, manifest.files, PackManifest.KIND)
+    except ArtifactError as error:
+        raise ArtifactError(expected=error.expected, found=error.found, mend=MEND) from error
     return manifest
 
 

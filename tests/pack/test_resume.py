@@ -178,6 +178,10 @@ def test_finished_pack_is_kept_or_refused(
     assert (plan.folder / "target-0000.safetensors").stat().st_mtime_ns == before
     with pytest.raises(ArtifactError, match="no finished pack"):
         build_pack(plan_for(model, quantized, plan.folder, shards=1))
+    os.truncate(plan.folder / "draft-0000.safetensors", 5000)
+    with pytest.raises(ArtifactError, match=r"draft-0000.safetensors of \d+ bytes; found 5000") as damaged:
+        build_pack(plan)
+    assert "--force" in damaged.value.mend
     build_pack(plan, force=True)
     assert contents(plan.folder) == whole
 
