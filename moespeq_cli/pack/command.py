@@ -11,15 +11,16 @@ from moespeq_cli import console
 from moespeq_cli.options import DEFAULT_ARTIFACTS, Artifacts, Force, Json, Model, model_folder
 
 Source = Annotated[
-    Path | None, typer.Option("--quantized", help="Folder that quantize made [default: quantized in --artifacts]")
+    Path | None,
+    typer.Option("--quantized", help="Folder that quantize made", show_default="quantized in --artifacts"),
 ]
 Profile = Annotated[
     Path | None,
     typer.Option(
-        "--profile", help="Folder that profile made, for striping [default: profile in --artifacts, if there]"
+        "--profile", help="Folder that profile made, for striping", show_default="profile in --artifacts, if there"
     ),
 ]
-Out = Annotated[Path | None, typer.Option("--out", help="Where the pack goes [default: pack in --artifacts]")]
+Out = Annotated[Path | None, typer.Option("--out", help="Where the pack goes", show_default="pack in --artifacts")]
 Shards = Annotated[int, typer.Option("--shards", min=1, help="Files to spread the experts over, one a drive")]
 Encoding = Annotated[str, typer.Option("--encoding", help="How the exact experts are written: raw")]
 Verify = Annotated[bool, typer.Option("--verify", help="Write nothing; read a pack again and compare all of it")]
