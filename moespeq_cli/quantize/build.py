@@ -68,6 +68,7 @@ class Work:
             "--method": options.method,
             "--solver": options.solver,
             "--scale-search": str(options.searches_scales).lower(),
+            "--token-damping": str(options.damps_by_tokens).lower(),
             "--min-tokens": str(options.min_tokens),
             "--skip-modules": ",".join(options.skip_modules),
             "--sensitive-layers": ",".join(map(str, sorted(options.sensitive_layers))),

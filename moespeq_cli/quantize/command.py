@@ -40,6 +40,13 @@ def quantize(
             help="Search each group's clipping, or take its largest weight as auto-gptq does [default: search]",
         ),
     ] = None,
+    token_damping: Annotated[
+        bool | None,
+        typer.Option(
+            "--token-damping/--no-token-damping",
+            help="Damp more where an expert saw few tokens [default: yes, but not with --solver auto-gptq]",
+        ),
+    ] = None,
     solver: Annotated[
         str, typer.Option("--solver", help="batched, or auto-gptq to drive that package's own")
     ] = "batched",
@@ -78,6 +85,7 @@ def quantize(
         group_size=group_size,
         damp_percent=damp_percent,
         scale_search=scale_search,
+        token_damping=token_damping,
         solver=solver,
         method=method,
         skip_modules=_names(skip_modules),

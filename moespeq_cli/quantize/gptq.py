@@ -22,8 +22,17 @@ class SolverSettings:
     group_size: int = 128  # as asked for; gptq_format.effective_group_size applies
     damp_percent: float = 0.01  # of the mean diagonal of the Hessian
     scale_search: bool = True  # choose each group's clipping by output error, instead of its largest weight
+    token_damping: bool = True  # add in_features / tokens to the damping: few tokens make a noisy Hessian
     min_tokens: int = 1  # an expert that saw fewer is rounded to nearest
     block_size: int = 128  # columns whose updates to later columns are delayed and applied together
+
+    def first_damping(self, in_features: int, tokens: int) -> float:
+        """The damping to begin with for a Hessian of so many tokens.
+
+        GPTQ trusts the Hessian, and one of few tokens is mostly noise: on held-out tokens its codes are then worse than
+        rounding. The best damping was measured to follow in_features / tokens (docs/quantize.md).
+        """
+        return self.damp_percent + (in_features / tokens if self.token_damping else 0.0)
 
 
 @dataclass(slots=True)
@@ -46,17 +55,21 @@ def solve(weights: Tensor, hessians: Tensor, tokens: list[int], settings: Solver
         tokens: how many inputs each Hessian was made of.
         settings: bits, group size, damping and the rest.
 
-    Source: GPTQ, arXiv 2210.17323. With scale_search off, the codes are auto-gptq's with static_groups and without
-    act-order, but for ties at float32 rounding, input channels that are always 0 (kept, not zeroed) and groups with no
-    negative weight (where its symmetric scale clips half of the range).
+    Source: GPTQ, arXiv 2210.17323. With scale_search and token_damping off, the codes are auto-gptq's with
+    static_groups and without act-order, but for ties at float32 rounding, input channels that are always 0 (rounded,
+    not zeroed) and groups with no negative weight (where its symmetric scale clips half of the range).
     """
     rounded = round_solution(weights, settings)
     enough = torch.tensor([count >= settings.min_tokens and count > 0 for count in tokens], device=weights.device)
     chosen = torch.nonzero(enough).flatten()
     if not len(chosen):
         return rounded
-    factors, damping, sound = inverse_factors(hessians[chosen], settings.damp_percent)
-    chosen, factors, damping = chosen[sound], factors[sound], damping[sound]
+    first = [settings.first_damping(weights.shape[-1], tokens[expert]) for expert in chosen.tolist()]
+    factors, damping, sound = inverse_factors(hessians[chosen], first)
+    for expert, damp, good in zip(chosen.tolist(), damping, sound.tolist(), strict=True):
+        if good:
+            rounded.methods[expert], rounded.damping[expert] = "gptq", damp
+    chosen, factors = chosen[sound], factors[sound]
     if not len(chosen):
         return rounded
     values = weights[chosen].to(torch.float32)
@@ -68,9 +81,6 @@ def solve(weights: Tensor, hessians: Tensor, tokens: list[int], settings: Solver
     )
     rounded.codes[chosen] = _sweep(values, factors, scales, size, settings)
     rounded.scales[chosen] = scales.to(torch.float16)
-    for expert, damp in zip(chosen.tolist(), damping.tolist(), strict=True):
-        rounded.methods[expert] = "gptq"
-        rounded.damping[expert] = round(damp, 6)
     return rounded
 
 
@@ -88,35 +98,30 @@ def round_solution(weights: Tensor, settings: SolverSettings) -> Solution:
     )
 
 
-def inverse_factors(hessians: Tensor, damp_percent: float) -> tuple[Tensor, Tensor, Tensor]:
+def inverse_factors(hessians: Tensor, damp_percents: list[float]) -> tuple[Tensor, list[float], Tensor]:
     """Upper Cholesky factor of each damped Hessian's inverse, with the damping raised until it exists.
 
     Args:
         hessians: float32 [E, in, in].
-        damp_percent: the first damping to try, as a share of the mean diagonal.
+        damp_percents: the first damping to try for each, as a share of its mean diagonal.
 
     Returns:
-        The factors [E, in, in]; the damping that each needed [E]; whether one was found at all [E].
+        The factors [E, in, in]; the damping that each needed; whether one was found at all, bool [E].
     """
-    experts = len(hessians)
     factors = torch.zeros_like(hessians)
-    damping = torch.full((experts,), damp_percent, dtype=torch.float64)
-    sound = torch.zeros(experts, dtype=torch.bool, device=hessians.device)
+    percents = torch.tensor(damp_percents, dtype=torch.float32, device=hessians.device)
+    sound = torch.zeros(len(hessians), dtype=torch.bool, device=hessians.device)
     left = torch.nonzero(torch.isfinite(hessians).all(-1).all(-1)).flatten()
-    percent = damp_percent
     while len(left):
         damped = hessians[left]
         diagonal = damped.diagonal(dim1=1, dim2=2)
         diagonal[diagonal == 0] = 1.0  # a channel that was always 0: any value will do, its row holds nothing else
-        diagonal += percent * diagonal.mean(1, keepdim=True)
+        diagonal += percents[left, None] * diagonal.mean(1, keepdim=True)
         factor, good = _factor(damped)
-        done = left[good]
-        factors[done], sound[done], damping[done.cpu()] = factor[good], True, percent
-        left = left[~good]
-        if percent >= MAX_DAMP_PERCENT:
-            break
-        percent = min(percent * DAMP_STEP, MAX_DAMP_PERCENT)
-    return factors, damping, sound
+        factors[left[good]], sound[left[good]] = factor[good], True
+        left = left[~good & (percents[left] < MAX_DAMP_PERCENT)]
+        percents[left] = (percents[left] * DAMP_STEP).clamp_max(MAX_DAMP_PERCENT)
+    return factors, [round(percent, 6) for percent in percents.tolist()], sound
 
 
 def _factor(damped: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,7 @@ class QuantizeOptions:
     group_size: int = 128
     damp_percent: float = 0.01
     scale_search: bool | None = None  # None: on where the solver has one
+    token_damping: bool | None = None  # None: on with our solver, off with auto-gptq, which then does as it always does
     solver: str = "batched"
     method: str = "gptq"
     skip_modules: tuple[str, ...] = ALWAYS_SKIPPED
@@ -81,8 +82,14 @@ class QuantizeOptions:
             group_size=group_size,
             damp_percent=self.damp_percent,
             scale_search=self.searches_scales,
+            token_damping=self.damps_by_tokens,
             min_tokens=self.min_tokens,
         )
+
+    @property
+    def damps_by_tokens(self) -> bool:
+        """Whether the damping grows where tokens are few."""
+        return self.solver == "batched" if self.token_damping is None else self.token_damping
 
     @property
     def searches_scales(self) -> bool:

@@ -58,14 +58,14 @@ class AutoGptqSolver:
         result = gptq.round_solution(weights, settings)
         for expert, count in enumerate(tokens):
             if count >= settings.min_tokens and count > 0 and bool(torch.isfinite(hessians[expert]).all()):
-                self._solve_one(result, expert, weights[expert], hessians[expert], settings)
+                percent = settings.first_damping(weights.shape[-1], count)
+                self._solve_one(result, expert, weights[expert], hessians[expert], percent, settings)
         return result
 
     def _solve_one(
-        self, result: Solution, expert: int, weight: Tensor, hessian: Tensor, settings: SolverSettings
+        self, result: Solution, expert: int, weight: Tensor, hessian: Tensor, percent: float, settings: SolverSettings
     ) -> None:
         size = effective_group_size(weight.shape[1], settings.group_size, bits=settings.bits)
-        percent = settings.damp_percent
         while True:
             linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
             linear.weight = nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)

@@ -1,0 +1,224 @@
+"""Stopped at any moment and repeated, the work ends in the same bytes; with other settings it is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from moespeq_cli.quantize import build
+from moespeq_cli.quantize.plan import QuantizeOptions
+from runtime.artifacts.quantized import Quantized
+from runtime.errors import ArtifactError
+from tests.tiny import save_tiny
+
+
+class Stop(Exception):
+    """Stands for a kill."""
+
+
+def options(model: Path, out: Path, text: Path, **others: object) -> QuantizeOptions:
+    settings = {"data": text, "seq_len": 48, "min_tokens": 4} | others
+    return QuantizeOptions(model=str(model), out=out, **settings)  # type: ignore[arg-type]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense layer and two with experts."""
+    return save_tiny("deepseek_v3", tmp_path_factory.mktemp("deep"), dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def whole(deep: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The bytes of an uninterrupted run."""
+    out = tmp_path_factory.mktemp("whole") / "quantized"
+    build.quantize(options(deep, out, text))
+    return contents(out)
+
+
+def test_stopped_again_and_again_it_ends_in_the_same_bytes(
+    deep: Path, text: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt is let a little further, stopped now before a rename, now after it, until one comes through."""
+    real = os.replace
+    out = tmp_path / "quantized"
+    calls = {"seen": 0, "stop_at": 0, "after": False}
+
+    def replace(source: object, target: object) -> None:
+        calls["seen"] += 1
+        if calls["seen"] == calls["stop_at"]:
+            if calls["after"]:
+                real(source, target)  # type: ignore[call-overload]
+            raise Stop
+        real(source, target)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "replace", replace)
+    stops = 0
+    finished = False
+    while not finished:
+        calls.update(seen=0, stop_at=1 + stops // 2, after=stops % 2 == 1)
+        try:
+            build.quantize(options(deep, out, text))
+            finished = True
+        except Stop:
+            stops += 1
+            if not (out / "manifest.json").exists():
+                with pytest.raises(ArtifactError):
+                    Quantized.open(out)
+    assert stops >= 10
+    assert contents(out) == whole
+
+
+def test_stopped_once_after_each_rename_it_ends_in_the_same_bytes(
+    deep: Path, text: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.replace
+    left = 0
+
+    def replace(source: object, target: object) -> None:
+        nonlocal left
+        left -= 1
+        real(source, target)  # type: ignore[call-overload]
+        if left == 0:
+            raise Stop
+
+    monkeypatch.setattr(os, "replace", replace)
+    for renames in itertools.count(1):
+        out = tmp_path / f"stopped-{renames}"
+        left = renames
+        try:
+            build.quantize(options(deep, out, text))
+        except Stop:
+            build.quantize(options(deep, out, text))
+            assert contents(out) == whole, f"stopped after rename {renames}"
+        else:
+            break
+    assert renames > 15
+
+
+def test_stopped_while_solving_it_goes_on_at_that_layer(
+    deep: Path, text: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "quantized"
+    real = build.LayerQuantizer.quantize
+
+    def stop_in_layer_two(self: build.LayerQuantizer, layer_id: int, *rest: object) -> object:
+        if layer_id == 2:
+            raise Stop
+        return real(self, layer_id, *rest)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build.LayerQuantizer, "quantize", stop_in_layer_two)
+        with pytest.raises(Stop):
+            build.quantize(options(deep, out, text))
+    said: list[str] = []
+    build.quantize(options(deep, out, text), said.append)
+    assert "going on at layer 2 of 2" in said
+    assert contents(out) == whole
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"group_size": 32}, "--group-size"),
+        ({"seq_len": 32}, "calibration text"),
+        ({"bits": 8}, "--bits"),
+        ({}, "model"),
+    ],
+)
+def test_other_settings_are_refused_in_the_middle_and_at_the_end(
+    change: dict[str, object],
+    named: str,
+    deep: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "quantized"
+    other = deep if change else save_tiny("deepseek_v3", tmp_path / "other", seed=7, dtype=torch.bfloat16)
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_quantize_layers", lambda *_: (_ for _ in ()).throw(Stop()))
+        with pytest.raises(Stop):
+            build.quantize(options(deep, out, text))
+    with pytest.raises(ArtifactError, match=named):
+        build.quantize(options(other, out, text, **change))
+    build.quantize(options(deep, out, text))
+    before = contents(out)
+    with pytest.raises(ArtifactError, match=named) as caught:
+        build.quantize(options(other, out, text, **change))
+    assert "--force" in caught.value.mend and contents(out) == before
+    build.quantize(options(other, out, text, force=True, **change))
+    assert contents(out) != before
+
+
+def test_repeating_a_finished_run_changes_nothing(deep: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "quantized"
+    build.quantize(options(deep, out, text))
+    before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    said: list[str] = []
+    build.quantize(options(deep, out, text), said.append)
+    assert "already there" in said[-1]
+    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
+
+
+def test_a_finished_layer_that_changed_meanwhile_is_noticed(
+    deep: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "quantized"
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_finish", lambda *_: (_ for _ in ()).throw(Stop()))
+        with pytest.raises(Stop):
+            build.quantize(options(deep, out, text))
+    shard = sorted(out.glob("model-*.safetensors"))[-1]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(ArtifactError, match=shard.name):
+        build.quantize(options(deep, out, text))
+
+
+def test_a_killed_process_is_gone_on_with(deep: Path, text: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    """A real SIGKILL, sent as soon as the first layer with experts is on record."""
+    out = tmp_path / "quantized"
+    program = textwrap.dedent(
+        f"""
+        import time, torch
+        from pathlib import Path
+        from moespeq_cli.quantize import build
+        from moespeq_cli.quantize.plan import QuantizeOptions
+        torch.set_num_threads(1)
+        build.quantize(
+            QuantizeOptions(
+                model={str(deep)!r}, out=Path({str(out)!r}), data=Path({str(text)!r}), seq_len=48, min_tokens=4
+            ),
+            advance=lambda: time.sleep(0.5),
+        )
+        """
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        progress = out / "progress.json"
+        if progress.is_file() and "layer 1" in json.loads(progress.read_text())["done"]:
+            break
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    _, errors = process.communicate()
+    assert process.returncode == -signal.SIGKILL, errors
+    with pytest.raises(ArtifactError):
+        Quantized.open(out)
+    build.quantize(options(deep, out, text))
+    assert contents(out) == whole
