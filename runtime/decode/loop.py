@@ -160,7 +160,7 @@ class SpeculativeLoop:
 
     def _verify(self, tail: Tail, tokens: list[int], left: int, settings: LoopSettings) -> list[int]:
         """Run the target on the last verified token and the first j proposals; what it decides, at least one token."""
-        j = self._governor.choose(self._situation(tail, left))
+        j = self._governor.choose(self._situation(tail, left, settings))
         inputs = [tokens[-1], *(proposal.token for proposal in tail.proposals[:j])]
         position, decided, agreed = len(tokens) - 1, list[int](), True
         for start in range(0, len(inputs), MAX_ROWS):
@@ -180,10 +180,12 @@ class SpeculativeLoop:
         self._stats.round_done(j, accepted)
         return decided
 
-    def _situation(self, tail: Tail, left: int) -> Situation:
-        cache = self._stats.cache
+    def _situation(self, tail: Tail, left: int, settings: LoopSettings) -> Situation:
+        cache, most = self._stats.cache, len(tail.proposals)
+        if most and tail.proposals[-1].token in settings.stop_ids:
+            most -= 1  # nothing follows a stop id, so the row that would be computed from it serves nobody
         return Situation(
-            most=min(len(tail.proposals), left - 1),
+            most=min(most, left - 1),
             missing_bytes=lambda j: self._experts.missing_bytes(_union(tail.routes[: j + 1])),
             bytes_per_s=cache.read_bytes / cache.link_busy_s if cache.link_busy_s else 0.0,
             measured=self._measured,
