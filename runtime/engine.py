@@ -58,7 +58,7 @@ def plan_run(pack: Pack, settings: RunSettings) -> MemoryPlan:
     dense = sum(_elements(pack.dense_info(name).shape) for name in pack.dense_names()) * dtype.itemsize
     return make_plan(
         dense_bytes=dense,
-        draft_bytes=draft_bytes(pack) if settings.speculate and settings.prefetch_window else 0,
+        draft_bytes=draft_bytes(pack, dtype) if settings.speculate and settings.prefetch_window else 0,
         kv_bytes_per_token=bytes_per_token(config, dtype),
         context_tokens=min(settings.context, getattr(config, "max_position_embeddings", settings.context)),
         slot_bytes=pack.target_slot_bytes,
@@ -70,8 +70,8 @@ def plan_run(pack: Pack, settings: RunSettings) -> MemoryPlan:
     )
 
 
-def draft_bytes(pack: Pack) -> int:
-    """Memory of the draft bank in the forms that `DraftBank` chooses."""
+def draft_bytes(pack: Pack, dtype: torch.dtype) -> int:
+    """Memory of the draft bank in the forms that `DraftBank` chooses; unrounded linears lie in the run's type."""
     spec, total = pack.spec, 0
     for layer_id in spec.moe_layers:
         fmt = pack.draft_format(layer_id)
@@ -81,7 +81,7 @@ def draft_bytes(pack: Pack) -> int:
         )
         for linear, rows, columns in shapes:
             if linear.bits == 0:
-                total += spec.num_experts * rows * columns * TORCH_DTYPES[spec.dtype].itemsize
+                total += spec.num_experts * rows * columns * dtype.itemsize
                 continue
             packed = linear.bits == 4 and linear.group_size in INT4_GROUPS and rows % 16 == 0
             group_bytes = 4 if packed else 3
