@@ -37,12 +37,6 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Pack:
 
 
 @pytest.fixture(scope="session")
-def exact(tmp_path_factory: pytest.TempPathFactory) -> Pack:
-    """A pack whose draft has the target's own weights."""
-    return build(tmp_path_factory.mktemp("exact"), min_in=1000)
-
-
-@pytest.fixture(scope="session")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Pack:
     """A model that counts: byte t is followed by t + 1, from 199 on by 258, which ends the text as 257 does."""
     chain = {t: t + 1 for t in range(199)} | {199: 258, 258: 100, 257: 50}

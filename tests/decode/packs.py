@@ -45,22 +45,21 @@ def build(
     kind: str = "qwen2_moe",
     dtype: torch.dtype = torch.float32,
     *,
-    min_in: int = 64,
     change: Callable[[Any], object] | None = None,
     **overrides: Any,
 ) -> Pack:
-    """A tiny random model of a family, rounded to INT4 and packed; `min_in` above its width keeps the draft exact."""
+    """A tiny random model of a family, changed where the test wants it, rounded to INT4 and packed."""
     model = make_model(kind, dtype=dtype, **overrides)
     if change is not None:
         with torch.no_grad():
             change(model)
-    return pack_model(model, folder, min_in)
+    return pack_model(model, folder)
 
 
-def pack_model(model: Any, folder: Path, min_in: int = 64) -> Pack:
+def pack_model(model: Any, folder: Path) -> Pack:
     """Save a model as `folder/model`, its INT4 experts as `folder/quantized` and both as `folder/pack`."""
     source = save_model(model, folder / "model")
-    return make_pack(source, save_quantized(source, folder / "quantized", min_in=min_in), folder / "pack")
+    return make_pack(source, save_quantized(source, folder / "quantized"), folder / "pack")
 
 
 def decode(
@@ -70,6 +69,7 @@ def decode(
     *,
     stop: frozenset[int] = frozenset(),
     sampling: SamplingSettings | None = None,
+    exact_draft: bool = False,
     distort: Step | None = None,
     slots: int | None = None,
     **settings: Any,
@@ -82,6 +82,7 @@ def decode(
         count: new tokens.
         stop: ids that end the text.
         sampling: greedy by default.
+        exact_draft: the draft computes with the target's experts.
         distort: changes the draft's logits, given them and the position of their input.
         slots: of the expert cache; all experts by default.
         settings: of `RunSettings`.
@@ -102,7 +103,10 @@ def decode(
             return logits, routes
 
         def distorted(token: int, position: int) -> tuple[Tensor, Route]:
-            logits, route = step(token, position)
+            if exact_draft:
+                logits, route = engine.host.rows([token], position, engine._experts)[0], engine._experts.take_route()[0]
+            else:
+                logits, route = step(token, position)
             return (logits if distort is None else distort(logits, position)), route
 
         engine.rows, engine.step = rows, distorted  # type: ignore[method-assign]

@@ -1,0 +1,92 @@
+"""How many proposals each governor takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from runtime.decode.governor import GOVERNORS, Measured, Situation, make_governor
+from runtime.errors import InputError
+
+
+def situation(
+    most: int, bytes_by_j: list[int] | None = None, link: float = 0.0, measured: Measured | None = None
+) -> Situation:
+    return Situation(most, lambda j: bytes_by_j[j] if bytes_by_j else 0, link, measured or Measured())
+
+
+def timed(row_s: float, draft_s: float, *accepted: int, tried: int = 8) -> Measured:
+    measured = Measured()
+    measured.computed(1, row_s)
+    measured.drafted(draft_s)
+    for count in accepted:
+        measured.judged(tried, count)
+    return measured
+
+
+def test_fixed_takes_its_window_or_what_there_is() -> None:
+    governor = make_governor("fixed", 3)
+    assert [governor.choose(situation(most)) for most in (0, 2, 3, 9)] == [0, 2, 3, 3]
+
+
+def test_threshold_moves_by_one_with_the_mean_of_the_last_ten_rates() -> None:
+    governor = make_governor("threshold", 4)
+    chosen = []
+    for accepted in (1.0, 1.0, 1.0, 1.0):
+        chosen.append(governor.choose(situation(9)))
+        governor.observe(10, int(10 * accepted))
+    assert chosen == [1, 2, 3, 4]
+    governor.observe(10, 10)
+    assert governor.choose(situation(9)) == 4, "never above the window"
+    for expected in (3, 2, 1, 1):  # the mean falls under 0.9 at once: 5 of 6, 5 of 7, ...
+        governor.observe(10, 0)
+        assert governor.choose(situation(9)) == expected
+    for _ in range(9):
+        governor.observe(10, 10)
+    assert governor.choose(situation(9)) == 1, "the last of the wrong ones still counts: a mean of exactly 0.9"
+    governor.observe(10, 10)
+    assert governor.choose(situation(9)) == 2
+
+
+def test_threshold_learns_nothing_from_a_round_without_proposals() -> None:
+    governor = make_governor("threshold", 4)
+    governor.observe(0, 0)
+    assert governor.choose(situation(9)) == 1
+
+
+def test_roofline_takes_all_when_rows_cost_nothing_more() -> None:
+    """The link is the limit and the further rows need no further expert."""
+    governor = make_governor("roofline", 4)
+    assert governor.choose(situation(8, [100] * 9, 1.0, timed(1e-3, 1e-3, 8, 8))) == 4
+
+
+def test_roofline_takes_none_when_each_row_costs_as_much_as_the_first() -> None:
+    """Tokens a second fall with every row that may be wrong."""
+    governor = make_governor("roofline", 4)
+    assert governor.choose(situation(8, [100 * (j + 1) for j in range(9)], 1.0, timed(1e-3, 1e-3, 4, 4))) == 0
+    assert governor.choose(situation(8, None, 0.0, timed(1.0, 0.0, 2, 2, 2))) == 0
+
+
+def test_roofline_stops_where_the_next_row_is_dear() -> None:
+    governor = make_governor("roofline", 8)
+    assert governor.choose(situation(8, [100, 110, 120, 1000, 1010, 1020, 1030, 1040, 1050], 1.0)) == 2
+    assert governor.choose(situation(1, [100, 100], 1.0)) == 1
+
+
+def test_acceptance_is_learnt_by_place() -> None:
+    measured = Measured()
+    assert measured.acceptance(3) == pytest.approx(0.9)
+    for _ in range(100):
+        measured.judged(3, 1)
+    assert measured.acceptance(0) > 0.99
+    assert measured.acceptance(1) < 0.01
+    assert measured.acceptance(2) == pytest.approx(0.9), "never reached, nothing learnt"
+    assert measured.acceptance(7) == measured.acceptance(2)
+
+
+def test_unknown_names_and_negative_windows_are_refused() -> None:
+    with pytest.raises(InputError, match="fixed, threshold, roofline"):
+        make_governor("best", 1)
+    for name in GOVERNORS:
+        assert make_governor(name, 0).name == name
+        with pytest.raises(InputError, match="verify-window"):
+            make_governor(name, -1)
