@@ -132,7 +132,8 @@ def quantize(
     _refuse_strangers(out)
     if not options.force and is_finished(out):
         return _already_there(work, say)
-    check_free_space(out, work.plan.disk_bytes, "the quantized model")
+    done_bytes = sum(path.stat().st_size for path in out.glob("model-*.safetensors"))
+    check_free_space(out, work.plan.disk_bytes - done_bytes, "the quantized model")
     with claim_output(out, force=options.force):
         journal = Journal(out, work.settings)
         _check_done(out, journal)

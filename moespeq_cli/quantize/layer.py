@@ -93,9 +93,8 @@ class LayerQuantizer:
         for place, expert_id in enumerate(chosen):
             inputs = log.inputs(expert_id).to(self.device, torch.float32)
             hidden_hessians[place] = hessian(inputs)
-            inner_hessians[place] = hessian(
-                math.intermediate(inputs, gate_up[place], _gate_up_bias(experts, expert_id))
-            )
+            bias = _gate_up_bias(experts, expert_id, self.device)
+            inner_hessians[place] = hessian(math.intermediate(inputs, gate_up[place], bias))
         inner = experts.gate_proj.shape[1]
         shared = self._solve(gate_up, hidden_hessians, tokens, settings, "gate_proj" in form.kept)
         own = self._solve(down, inner_hessians, tokens, settings, "down_proj" in form.kept)
@@ -130,10 +129,10 @@ def experts_at_once(hidden_size: int, moe_intermediate_size: int) -> int:
     return max(1, WORKING_BYTES // (4 * (5 * squares + 8 * 2 * hidden_size * moe_intermediate_size)))
 
 
-def _gate_up_bias(experts: LayerExperts, expert_id: int) -> Tensor | None:
+def _gate_up_bias(experts: LayerExperts, expert_id: int, device: torch.device) -> Tensor | None:
     if experts.gate_bias is None or experts.up_bias is None:
         return None
-    return torch.cat([experts.gate_bias[expert_id], experts.up_bias[expert_id]]).float()
+    return torch.cat([experts.gate_bias[expert_id], experts.up_bias[expert_id]]).to(device, torch.float32)
 
 
 def _check_finite(gate_up: Tensor, down: Tensor, layer_id: int, expert_id: int) -> None:

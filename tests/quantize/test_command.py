@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from moespeq_cli.quantize.command import quantize as command
+from moespeq_cli.quantize.plan import ALWAYS_SKIPPED, QuantizeOptions
 from moespeq_cli.quantize.solver import auto_gptq_available
 from runtime.artifacts.quantized import KeptLinear, Quantized, QuantizedLinear
 from runtime.errors import ArtifactError, InputError, MoespeqError, StorageError
@@ -109,6 +112,16 @@ def test_both_solvers_make_the_same_shards(run: Quantize, model: Path) -> None:
         differing = sum(int((mine[key] != other[key]).sum()) for key in mine)
         assert differing <= 0.01 * sum(tensor.numel() for tensor in mine.values())
     assert ours.manifest.mean_output_error == pytest.approx(theirs.manifest.mean_output_error, rel=0.01)
+
+
+def test_the_command_and_the_stage_have_the_same_defaults() -> None:
+    parameters = inspect.signature(command).parameters
+    shared = {field.name: field.default for field in dataclasses.fields(QuantizeOptions) if field.name in parameters}
+    shared["skip_modules"] = ",".join(ALWAYS_SKIPPED)
+    assert len(shared) > 10
+    for name, default in shared.items():
+        if name not in ("model", "out", "sensitive_layers"):
+            assert parameters[name].default == default, name
 
 
 def test_a_folder_with_other_files_is_left_alone_even_by_force(base: list[object], tmp_path: Path) -> None:
