@@ -93,8 +93,8 @@ class LayerQuantizer:
         for place, expert_id in enumerate(chosen):
             inputs = log.inputs(expert_id).to(self.device, torch.float32)
             hidden_hessians[place] = hessian(inputs)
-            bias = _gate_up_bias(experts, expert_id, self.device)
-            inner_hessians[place] = hessian(math.intermediate(inputs, gate_up[place], bias))
+            gate_up_bias = _gate_up_bias(experts, expert_id, self.device)
+            inner_hessians[place] = hessian(math.intermediate(inputs, gate_up[place], gate_up_bias))
         inner = experts.gate_proj.shape[1]
         shared = self._solve(gate_up, hidden_hessians, tokens, settings, "gate_proj" in form.kept)
         own = self._solve(down, inner_hessians, tokens, settings, "down_proj" in form.kept)
