@@ -14,6 +14,7 @@ from moespeq_cli.profile.command import profile
 from moespeq_cli.quantize.command import quantize
 from moespeq_cli.run.command import run
 from runtime.errors import MoespeqError
+from runtime.threads import sleep_between_operations
 
 app = typer.Typer(
     name="moespeq",
@@ -47,6 +48,7 @@ def _root(
 
 def main(argv: list[str] | None = None) -> None:
     """Run one command; exit 0 when done, 1 when it could not be done, 2 when the command line was wrong."""
+    sleep_between_operations()
     try:
         app(argv)
     except MoespeqError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,9 +32,9 @@ from runtime.model.host import Host
 from runtime.model.kv import bytes_per_token
 from runtime.model.loader import TORCH_DTYPES
 from runtime.stats import DecodeStats
+from runtime.threads import set_threads
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_SMALL_EXPERT_BYTES = 2_000_000  # below this a second thread costs more than it computes
 
 
 def compute_dtype(pack: Pack, settings: RunSettings) -> torch.dtype:
@@ -124,7 +123,7 @@ class Engine:
         """
         self.pack, self.settings, self.plan = pack, settings, plan
         dtype = compute_dtype(pack, settings)
-        torch.set_num_threads(settings.threads or self._threads())
+        set_threads(settings.threads, pack.target_slot_bytes)
         started = time.perf_counter()
         self.host = Host(pack.config_folder, pack.spec, dtype, pack.read_dense, pack.dense_names())
         drafting = settings.speculate and settings.prefetch_window > 0
@@ -140,10 +139,6 @@ class Engine:
         self._experts = TargetExperts(pack, self.cache, dtype)
         self.stats = DecodeStats(self.cache.stats, keep_trace=keep_trace)
         self.load_s = time.perf_counter() - started
-
-    def _threads(self) -> int:
-        cores = len(os.sched_getaffinity(0))
-        return 1 if self.pack.target_slot_bytes < _SMALL_EXPERT_BYTES else cores
 
     @property
     def max_context(self) -> int:

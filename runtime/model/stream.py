@@ -16,6 +16,7 @@ from runtime.artifacts.checkpoint import Checkpoint
 from runtime.model import loader
 from runtime.model.experts import ExpertMath, assignments, combine, find_experts, rows_of
 from runtime.model.families import LayerExperts, MoeSpec, dense_names, read_layer
+from runtime.threads import set_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,7 @@ class LayerStream:
         self.checkpoint = checkpoint
         self.spec = spec
         self.dtype = dtype
+        set_threads(0, spec.expert_parameters * dtype.itemsize)
         self._names = dense_names(checkpoint, spec)
         self._model = loader.build(checkpoint.folder, dtype)
         self._layers = loader.decoder_layers(self._model)
