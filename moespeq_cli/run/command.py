@@ -218,7 +218,6 @@ def _answer(
 ) -> None:
     from moespeq_cli.run import output
     from moespeq_cli.run.session import Session, answer_all, load_tokenizer
-    from runtime.artifacts.manifest import write_guard, write_json
     from runtime.engine import Engine, plan_run
 
     output.prepare_stdout()
@@ -226,9 +225,7 @@ def _answer(
     console.note(f"{pack.folder} ({pack.spec.model_type}, {pack.spec.num_records} experts)")
     _print_plan(plan)
     if stats is not None:
-        with write_guard("the figures", stats.parent):
-            stats.parent.mkdir(parents=True, exist_ok=True)
-            write_json(stats, {"finished": False})
+        output.claim_figures(stats)
     tokenizer = load_tokenizer(pack.config_folder)
     results: list[dict[str, Any]] = []
     with Engine(pack, settings, plan) as engine:
@@ -241,11 +238,11 @@ def _answer(
             else:
                 output.write_piece("\n")
 
-        answer_all(session, prompts, (lambda text: None) if as_json else output.write_piece, done)
+        if not answer_all(session, prompts, (lambda text: None) if as_json else output.write_piece, done):
+            console.note("no prompts came in")
         report = engine.report() | {"finished": True, "results": results}
     if stats is not None:
-        with write_guard("the figures", stats.parent):
-            write_json(stats, report)
+        output.write_figures(stats, report)
     _summarise(report)
 
 

@@ -36,23 +36,36 @@ def from_file(path: str) -> Iterator[Prompt]:
     """Prompts of a file: JSONL when its name ends so or it is `-` (stdin), else the whole text as one prompt.
 
     Raises:
-        InputError: no such file, not UTF-8, or a line that is no prompt.
+        InputError: no such file (here); not UTF-8, or a line that is no prompt (while iterating).
     """
     if path == "-":
-        yield from from_jsonl(sys.stdin, "stdin")
-        return
+        return _decoded(from_jsonl(sys.stdin, "stdin"), "stdin")
     place = Path(path)
-    if not place.is_file():
-        raise InputError(expected=f"a prompt file {place}", found="no such file", mend="correct --prompt-file")
     try:
-        with place.open(encoding="utf-8") as handle:
-            if place.suffix in (".jsonl", ".ndjson"):
-                yield from from_jsonl(handle, str(place))
-            else:
-                yield Prompt(handle.read())
+        handle = place.open(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise InputError(
+            expected=f"a prompt file {path}",
+            found=getattr(error, "strerror", None) or str(error),
+            mend="correct --prompt-file",
+        ) from None
+    return _decoded(_read(handle, place), path)
+
+
+def _read(handle: TextIO, place: Path) -> Iterator[Prompt]:
+    with handle:
+        if place.suffix in (".jsonl", ".ndjson"):
+            yield from from_jsonl(handle, str(place))
+        else:
+            yield Prompt(handle.read())
+
+
+def _decoded(prompts: Iterator[Prompt], where: str) -> Iterator[Prompt]:
+    try:
+        yield from prompts
     except UnicodeDecodeError as error:
         raise InputError(
-            expected=f"UTF-8 text in {place}", found=f"byte {error.start}: {error.reason}", mend="convert the file"
+            expected=f"UTF-8 text in {where}", found=f"byte {error.start}: {error.reason}", mend="convert it to UTF-8"
         ) from None
 
 
@@ -133,7 +146,7 @@ class PromptEncoder:
                     expected="a prompt with some text", found=repr(prompt.text), mend="pass some text to --prompt"
                 )
             if self._raw or not self._tokenizer.chat_template:
-                return list(self._tokenizer(prompt.text)["input_ids"])
+                return self._ids(prompt.text or "", add_special_tokens=True)
             messages = [{"role": "user", "content": prompt.text}]
         if not self._tokenizer.chat_template:
             raise InputError(
@@ -147,4 +160,15 @@ class PromptEncoder:
             raise InputError(
                 expected="messages that the model's chat template takes", found=str(error), mend="correct the messages"
             ) from error
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                expected="a prompt of Unicode characters",
+                found=f"half a surrogate pair, {text[error.start]!a}, at character {error.start}",
+                mend="correct the escapes, or the encoding, of the prompt",
+            ) from None
+        return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
