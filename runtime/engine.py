@@ -216,7 +216,8 @@ class Engine:
         """The loop's target: write the KV of the prompt. Layers are fetched ahead where most experts will be met."""
         spec = self.pack.spec
         most = len(tokens) * spec.top_k >= 2 * spec.num_experts
-        self.cache.announce([spec.expert_keys()] if most else [])
+        fetch_rows = 0 if self.settings.prefetch == "none" else None
+        self.cache.announce([spec.expert_keys()] if most else [], fetch_rows)
         self.host.prefill(tokens, self._experts)
         self._experts.take_route()
 

@@ -101,6 +101,23 @@ def test_stored_bfloat16_runs_in_float32(pack_of: PackOf) -> None:
     assert any(not torch.equal(rounded.logits[p], alone.logits[p]) for p in alone.logits if p in rounded.logits)
 
 
+@pytest.mark.parametrize("more", [{"dtype": "float16"}, {"threads": 2}], ids=["float16", "two threads"])
+def test_other_arithmetic_is_as_exact(pack_of: PackOf, more: dict[str, Any]) -> None:
+    for kind in ("qwen2_moe", "gpt_oss"):
+        pack = pack_of(kind, torch.float32)
+        alone = decode(pack, prompt_of(12), COUNT, speculate=False, **more)
+        assert_same(decode(pack, prompt_of(12), COUNT, **way(8, 7, 5, **more)), alone)
+
+
+def test_no_prefetch_reads_on_demand_only(wide: Pack) -> None:
+    run = decode(wide, prompt_of(40), COUNT, slots=8, prefetch="none", prefetch_window=8)
+    counted = run.report["expert_cache"]
+    assert counted["prefetch_bytes"] == 0 < counted["demand_bytes"]
+    ahead = decode(wide, prompt_of(40), COUNT, slots=8, prefetch="draft", prefetch_window=8)
+    assert ahead.report["expert_cache"]["prefetch_bytes"] > 0
+    assert_same(ahead, run)
+
+
 @pytest.mark.parametrize("slots", [1, 2, 3, 16])
 def test_prompt_of_100_passes_through_a_cache_of_any_size(wide: Pack, slots: int) -> None:
     alone = reference(wide, 100, 16)
