@@ -179,6 +179,17 @@ def test_figures_go_through_links_and_into_devices(moespeq: Command, tiny: Pack,
     assert json.loads(out)["new_tokens"] == 2, "one object, not a beginning and an end"
 
 
+def test_stdout_that_only_takes_ascii_gets_escapes(
+    moespeq: Command, talker: Pack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with PYTHONIOENCODING=ascii."""
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    done = moespeq("run", "--pack", talker.folder, "--prompt", "A")
+    assert done.status == 0, done.stderr
+    assert stdout.buffer.getvalue() == TEXT.encode("ascii", "backslashreplace") + b"\\ufffd\n"  # type: ignore[attr-defined]
+
+
 # In a process of its own: what depends on the interpreter's start and end.
 
 
@@ -186,15 +197,6 @@ def python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[st
     command = [sys.executable, *(str(argument) for argument in arguments)]
     environment = {**os.environ, **options.pop("env", {})}
     return subprocess.run(command, text=True, env=environment, timeout=120, **options)
-
-
-def test_stdout_that_only_takes_ascii_gets_escapes(talker: Pack) -> None:
-    done = python(
-        "-m", "moespeq_cli", "run", "--pack", talker.folder, "--prompt", "A", "--threads", 1,
-        env={"PYTHONIOENCODING": "ascii"}, capture_output=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == TEXT.encode("ascii", "backslashreplace").decode() + "\\ufffd\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")

@@ -39,17 +39,16 @@ def variation(shares: Tensor, wanted: Sequence[float]) -> float:
     return float((shares - torch.tensor(wanted)).abs().sum() / 2)
 
 
-# By hand: temperature 0.5 squares the odds; top-k 2 leaves 5 : 3; top-p 0.7 needs the two likeliest.
+# By hand: temperature 0.5 squares the odds, of which top-k 2 leaves 25 : 9; top-p 0.7 needs the two likeliest.
 HAND = [
     (SamplingSettings(temperature=1.0), [0.5, 0.3, 0.2]),
-    (SamplingSettings(temperature=0.5, seed=1), [25 / 38, 9 / 38, 4 / 38]),
-    (SamplingSettings(temperature=1.0, sample_top_k=2, seed=2), [0.625, 0.375, 0.0]),
-    (SamplingSettings(temperature=1.0, top_p=0.7, seed=3), [0.625, 0.375, 0.0]),
+    (SamplingSettings(temperature=0.5, sample_top_k=2, seed=1), [25 / 34, 9 / 34, 0.0]),
+    (SamplingSettings(temperature=1.0, top_p=0.7, seed=2), [0.625, 0.375, 0.0]),
 ]
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("sampling", "wanted"), HAND, ids=["plain", "temperature", "top_k", "top_p"])
+@pytest.mark.parametrize(("sampling", "wanted"), HAND, ids=["plain", "temperature and top-k", "top-p"])
 def test_tokens_have_the_targets_distribution(rule: str, sampling: SamplingSettings, wanted: list[float]) -> None:
     shares, _ = draw(dataclasses.replace(sampling, rule=rule), TARGET, DRAFT)
     assert variation(shares, wanted) < 0.02
