@@ -8,6 +8,8 @@ from torch import Tensor
 from runtime.artifacts.gptq_format import symmetric_zero
 
 SEARCH_RATIOS = tuple(1.0 - 0.025 * step for step in range(17))  # of the largest weight: 1.0 down to 0.6
+CPU_BLOCK = 1 << 17  # weights searched at a time: half a MiB stays in a core's cache through all ratios
+GPU_BLOCK = 1 << 26
 SMALLEST_FLOAT16 = 2.0**-24
 SMALLEST_NORMAL_FLOAT16 = 2.0**-14
 
@@ -59,16 +61,30 @@ def searched_scales(weights: Tensor, hessians: Tensor, size: int, bits: int) -> 
         float32 [E, out, groups], values of float16.
     """
     largest = absmax_scales(weights, size, bits)
+    importance = _grouped(hessians.diagonal(dim1=1, dim2=2), size)
+    rows = max(1, (CPU_BLOCK if weights.device.type == "cpu" else GPU_BLOCK) // weights.shape[-1])
+    found = torch.empty_like(largest)
+    for expert in range(len(weights)):
+        for start in range(0, weights.shape[1], rows):
+            part = slice(start, start + rows)
+            found[expert, part] = _search(
+                _grouped(weights[expert, part], size), largest[expert, part], importance[expert], bits
+            )
+    return found
+
+
+def _search(grouped: Tensor, largest: Tensor, importance: Tensor, bits: int) -> Tensor:
+    """Best scales of some rows: [rows, groups, size], [rows, groups], [groups, size] to [rows, groups]."""
     zero, maximum = symmetric_zero(bits), (1 << bits) - 1
-    grouped = _grouped(weights, size)
-    importance = _grouped(hessians.diagonal(dim1=1, dim2=2), size).unsqueeze(1)
     best_scales = _float16_above(largest)
     best_costs = torch.full_like(largest, torch.inf)
+    errors = torch.empty_like(grouped)
     for ratio in SEARCH_RATIOS:
         scales = _float16_above(largest * ratio)
         step = scales.unsqueeze(-1)
-        errors = grouped - step * (torch.clamp(torch.round(grouped / step) + zero, 0, maximum) - zero)
-        costs = (errors.square_() * importance).sum(-1)
+        torch.div(grouped, step, out=errors)
+        errors.round_().clamp_(-zero, maximum - zero).mul_(step).sub_(grouped).square_().mul_(importance)
+        costs = errors.sum(-1)
         better = costs < best_costs
         best_costs = torch.where(better, costs, best_costs)
         best_scales = torch.where(better, scales, best_scales)
