@@ -257,6 +257,7 @@ def _summarise(report: dict[str, Any]) -> None:
     console.note(
         f"{report['new_tokens']} tokens, {report['ms_per_token']:.1f} ms a token; "
         f"draft accepted {percent(report['acceptance'])}, its experts right {percent(report['routing_agreement'])}; "
-        f"cache hits {percent(cache['hit_rate'])}, {report['bytes_per_token'] / 1e6:.2f} MB read a token, "
+        f"cache hits {percent(cache['hit_rate'])}, {report['prefill_read_bytes'] / 1e6:.2f} MB read for prompts "
+        f"and {report['bytes_per_token'] / 1e6:.2f} MB a token, "
         f"waited {cache['wait_s']:.2f} s"
     )
