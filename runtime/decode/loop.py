@@ -159,7 +159,10 @@ class SpeculativeLoop:
         self._experts.announce(self._predictor.upcoming(tail.routes), settings.fetch_rows, pass_rows=pass_rows)
 
     def _verify(self, tail: Tail, tokens: list[int], left: int, settings: LoopSettings) -> list[int]:
-        """Run the target on the last verified token and the first j proposals; what it decides, at least one token."""
+        """Run the target on the last verified token and the first j proposals; what it decides, at least one token.
+
+        No row follows a stop id: drafting ends at one, and it is never among the inputs.
+        """
         j = self._governor.choose(self._situation(tail, left, settings))
         inputs = [tokens[-1], *(proposal.token for proposal in tail.proposals[:j])]
         position, decided, agreed = len(tokens) - 1, list[int](), True
@@ -170,9 +173,9 @@ class SpeculativeLoop:
             for row in range(len(part)):
                 token, agreed = self._decide(tail, logits[row], routes[row], position + len(decided) + 1)
                 decided.append(token)
-                if not agreed or token in settings.stop_ids:
+                if not agreed:
                     break
-            if not agreed or decided[-1] in settings.stop_ids:
+            if not agreed:
                 break
         accepted = min(len(decided) - (not agreed), j)
         self._measured.judged(j, accepted)
