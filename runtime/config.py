@@ -16,6 +16,7 @@ from runtime.memory.eviction import make_policy
 from runtime.memory.predict import make_predictor
 
 MAX_WINDOW = 512
+CHECKS = ("auto", "all", "first-use")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class RunSettings:
         dtype: `auto` (as stored), `bfloat16`, `float16` or `float32`.
         threads: of the arithmetic; 0 chooses.
         context: tokens of prompt and answer that the KV cache is planned for; the model's own limit bounds it.
+        check: when records are compared with their checksums: `all` before the first token, `first-use` when each is
+            first read, `auto` all of them where they are at most 4 GB.
         direct_io: read past the page cache where the filesystem allows it.
         fused_kernel: shape of the fused CUDA kernel.
     """
@@ -64,6 +67,7 @@ class RunSettings:
     dtype: str = "auto"
     threads: int = 0
     context: int = 4096
+    check: str = "auto"
     direct_io: bool = True
     fused_kernel: FusedKernel = field(default_factory=FusedKernel)
 
@@ -79,6 +83,12 @@ class RunSettings:
                 self.dtype in ("auto", "bfloat16", "float16", "float32"),
                 "a dtype of auto, bfloat16, float16, float32",
                 self.dtype,
+            ),
+            (self.check in CHECKS, f"a check of {', '.join(CHECKS)}", self.check),
+            (
+                all(0 <= w < float("inf") for w in (self.alpha, self.beta, self.gamma)),
+                "weights of 0 or more",
+                self.alpha,
             ),
             (self.context >= 1, "a context of 1 token or more", self.context),
             (0 <= self.threads <= 1024, "0 (automatic) to 1024 threads", self.threads),

@@ -34,6 +34,7 @@ from runtime.model.loader import TORCH_DTYPES
 from runtime.stats import DecodeStats
 from runtime.threads import set_threads
 
+_CHECKED_AT_ONCE_BYTES = 4_000_000_000  # a few seconds of reading
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -131,6 +132,10 @@ class Engine:
         self._store = RecordStore(pack.target_locations(), direct=settings.direct_io)
         try:
             pool = SlotPool(plan.num_slots, plan.slot_bytes)
+            if settings.check == "all" or (
+                settings.check == "auto" and plan.total_expert_bytes <= _CHECKED_AT_ONCE_BYTES
+            ):
+                self._store.check_all(pool.buffer(0))
             policy = make_policy(settings.eviction, alpha=settings.alpha, beta=settings.beta, gamma=settings.gamma)
             self.cache = ExpertCache(self._store, pool, policy, settings.max_parallel_transfers)
         except BaseException:

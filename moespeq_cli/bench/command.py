@@ -97,9 +97,10 @@ def quality(
 def _open(pack: Path | None, artifacts: Path) -> tuple[Any, Any, frozenset[int]]:
     from moespeq_cli.options import model_folder
     from moespeq_cli.run.ready import open_pack
-    from moespeq_cli.run.session import declared_stop_ids, load_tokenizer
+    from moespeq_cli.run.session import declared_stop_ids
     from runtime.artifacts.checkpoint import Checkpoint
     from runtime.artifacts.manifest import require_same_model
+    from runtime.model.tokenizer import load_tokenizer
 
     opened = open_pack(pack, artifacts, None)
     embedded = Checkpoint.open(model_folder(None)).digest

@@ -64,9 +64,10 @@ def profile(
     """Count which experts a model uses on given texts, and how well the draft foresees them"""
     from moespeq_cli.profile.build import STORED, ProfileJob, build, find_identical, open_draft
     from moespeq_cli.profile.texts import read_domains
-    from moespeq_cli.quantize.calibrate import choose_seq_len, load_tokenizer
+    from moespeq_cli.quantize.calibrate import choose_seq_len
     from runtime.artifacts.checkpoint import Checkpoint
     from runtime.model.families import describe
+    from runtime.model.tokenizer import load_tokenizer
 
     checkpoint = Checkpoint.open(options.model_folder(model))
     spec = describe(checkpoint)

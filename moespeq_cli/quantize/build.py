@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moespeq_cli.quantize import folder as files
-from moespeq_cli.quantize.calibrate import Sequences, choose_seq_len, load_tokenizer, make_sequences, read_texts
+from moespeq_cli.quantize.calibrate import Sequences, choose_seq_len, make_sequences, read_texts
 from moespeq_cli.quantize.hessian import TokenLog
 from moespeq_cli.quantize.layer import LayerQuantizer
 from moespeq_cli.quantize.plan import Plan, QuantizeOptions, make_plan, plan_lines
@@ -35,6 +35,7 @@ from runtime.artifacts.quantized import Calibration, QuantizedManifest
 from runtime.errors import ArtifactError, InputError
 from runtime.model.families import MoeSpec, describe
 from runtime.model.stream import LayerStream
+from runtime.model.tokenizer import load_tokenizer
 
 REPORT = "report.json"
 

@@ -51,24 +51,6 @@ class Sequences:
         return digest.hexdigest()
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The model's tokenizer, from its folder alone.
-
-    Raises:
-        InputError: the folder has none, or one that transformers cannot read.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            expected=f"a tokenizer in {folder}",
-            found=f"{type(error).__name__}: {str(error)[:200]}",
-            mend="copy tokenizer.json and tokenizer_config.json into the model's folder",
-        ) from error
-
-
 def read_texts(data: Path | None, tokenizer: Any, samples: int) -> tuple[str, list[Text]]:
     """Calibration texts and the name of where they come from.
 
@@ -108,17 +90,18 @@ def make_sequences(
     """Cut texts into at most `samples` sequences of at most `seq_len` tokens.
 
     Every text is cut from its start; a short end or a short text is a short sequence. Where there are more pieces than
-    wanted, the domains are drawn from in turn, so that none crowds out another.
+    wanted, the domains are drawn from in turn, so that none crowds out another, and pieces under half the length are
+    taken only where there are too few others.
 
     Raises:
         InputError: no token at all, or ids that the model has no embedding for.
     """
     domains: dict[str, list[Tensor]] = {}
     for text in texts:
-        ids = tokenizer(text.text, add_special_tokens=not text.formatted)["input_ids"]
+        ids = tokenizer(text.text, add_special_tokens=not text.formatted, verbose=False)["input_ids"]
         for start in range(0, len(ids), seq_len):
             domains.setdefault(text.domain, []).append(torch.tensor(ids[start : start + seq_len], dtype=torch.int64))
-    chosen = _in_turn(list(domains.values()), samples, random.Random(seed))
+    chosen = _in_turn(list(domains.values()), samples, seq_len, random.Random(seed))
     if not chosen:
         raise InputError(
             expected=f"tokens to calibrate with in {source}", found="none", mend="pass other text with --data"
@@ -184,8 +167,8 @@ def _jsonl_text(line: str, where: str, tokenizer: Any) -> Text:
     )
 
 
-def _in_turn(groups: list[list[Tensor]], count: int, generator: random.Random) -> list[Tensor]:
-    """`count` items, one of each group in turn; a group with too many is drawn from at random, in its own order."""
+def _in_turn(groups: list[list[Tensor]], count: int, seq_len: int, generator: random.Random) -> list[Tensor]:
+    """`count` pieces, one of each group in turn; a group with too many is drawn from at random, in its own order."""
     quotas = [0] * len(groups)
     while sum(quotas) < min(count, sum(map(len, groups))):
         for place, group in enumerate(groups):
@@ -193,7 +176,13 @@ def _in_turn(groups: list[list[Tensor]], count: int, generator: random.Random) -
                 quotas[place] += 1
     drawn = []
     for quota, group in zip(quotas, groups, strict=True):
-        places = sorted(generator.sample(range(len(group)), quota)) if quota < len(group) else range(len(group))
-        drawn.append([group[place] for place in places])
+        drawn.append([group[place] for place in sorted(_draw(group, quota, seq_len, generator))])
     longest = max(map(len, drawn), default=0)
     return [group[turn] for turn in range(longest) for group in drawn if turn < len(group)]
+
+
+def _draw(group: list[Tensor], quota: int, seq_len: int, generator: random.Random) -> list[int]:
+    """Places of `quota` pieces at random, short ones last."""
+    places = list(range(len(group)))
+    generator.shuffle(places)
+    return sorted(places, key=lambda place: 2 * len(group[place]) < seq_len)[:quota]

@@ -104,6 +104,14 @@ def run(
             "--dtype", help="Arithmetic: auto (as stored), bfloat16, float16 or float32", rich_help_panel=_SETTINGS
         ),
     ] = None,
+    check: Annotated[
+        str | None,
+        typer.Option(
+            "--check",
+            help="Compare checksums: all (before the first token), first-use, or auto (all up to 4 GB)",
+            rich_help_panel=_SETTINGS,
+        ),
+    ] = None,
     threads: Annotated[
         int | None,
         typer.Option("--threads", min=0, help="Threads of the arithmetic; 0 chooses", rich_help_panel=_SETTINGS),
@@ -152,6 +160,7 @@ def run(
         "max_parallel_transfers": max_parallel_transfers,
         "context": context,
         "dtype": dtype,
+        "check": check,
         "threads": threads,
     }
     settings = make_settings(config, said)
@@ -217,8 +226,9 @@ def _answer(
     as_json: bool,
 ) -> None:
     from moespeq_cli.run import output
-    from moespeq_cli.run.session import Session, answer_all, load_tokenizer
+    from moespeq_cli.run.session import Session, answer_all
     from runtime.engine import Engine, plan_run
+    from runtime.model.tokenizer import load_tokenizer
 
     output.prepare_stdout()
     plan = plan_run(pack, settings)

@@ -171,4 +171,4 @@ class PromptEncoder:
                 found=f"half a surrogate pair, {text[error.start]!a}, at character {error.start}",
                 mend="correct the escapes, or the encoding, of the prompt",
             ) from None
-        return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])

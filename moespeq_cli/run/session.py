@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from moespeq_cli.run.prompts import Prompt, PromptEncoder
@@ -13,27 +12,8 @@ from runtime.artifacts.pack import Pack
 from runtime.decode.sampling import SamplingSettings
 from runtime.decode.text import TextStream, stop_ids
 from runtime.engine import Engine, Request
-from runtime.errors import InputError
 
 Piece = Callable[[str], None]
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model folder.
-
-    Raises:
-        InputError: there is none that transformers can load.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise InputError(
-            expected=f"a tokenizer in {folder}",
-            found=f"{type(error).__name__}: {str(error)[:200]}",
-            mend="copy the model's tokenizer files and pack it again",
-        ) from error
 
 
 class Session:

@@ -124,6 +124,21 @@ class RecordStore:
             self._verified.add(key)
         return num_bytes
 
+    def check_all(self, buffer: memoryview) -> None:
+        """Read every record once and compare its checksum, in the order of the files.
+
+        Args:
+            buffer: as for `read_into`, of max_record_bytes.
+
+        Raises:
+            ArtifactError, StorageError: as `read_into` does, for the first record that is damaged.
+        """
+        for key in sorted(
+            self._locations, key=lambda key: (self._location(key).path, self._location(key).offset_bytes)
+        ):
+            if key not in self._verified:
+                self.read_into(key, buffer)
+
     def close(self) -> None:
         """Close the files; no read may be in progress."""
         self._closed = True

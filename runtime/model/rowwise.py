@@ -19,8 +19,9 @@ from runtime.model.experts import find_experts
 from runtime.model.kv import SharedKv
 from runtime.model.loader import cache_argument, decoder_layers
 
-MAX_ROWS = 8
-"""Rows of one pass. Elementwise operations between modules stay below the width at which a vectorised loop starts."""
+MAX_ROWS = 7
+"""Rows of one pass. A value a row between the wrapped modules (the sigmoid of a shared expert's gate) then never fills a
+vectorised loop: the narrowest, two registers of four floats, begins at eight."""
 
 
 class RowMode:

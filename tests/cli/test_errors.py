@@ -100,15 +100,22 @@ def test_one_flipped_byte_of_the_draft_is_found_whatever_the_prompt(moespeq: Com
     assert_refused(done, "draft-0000.safetensors", "layer 1, expert 7", damaged.draft_location((1, 7)).sha256)
 
 
+def test_one_flipped_byte_of_the_target_is_found_whatever_the_prompt(moespeq: Command, damaged: Pack) -> None:
+    key = damaged.spec.expert_keys()[-1]
+    flip(damaged.target_location(key))
+    done = moespeq("run", "--pack", damaged.folder, "-p", "a")
+    assert_refused(
+        done, "target-0000.safetensors", f"layer {key[0]}, expert {key[1]}", damaged.target_location(key).sha256
+    )
+
+
 @pytest.mark.parametrize("slots", [1, 16])
-def test_flipped_bytes_of_the_target_are_found_before_the_first_token(
-    moespeq: Command, damaged: Pack, slots: int
-) -> None:
+def test_flipped_bytes_of_the_target_are_found_on_first_use(moespeq: Command, damaged: Pack, slots: int) -> None:
     for key in damaged.spec.expert_keys():
         flip(damaged.target_location(key))
     size = slots * damaged.target_slot_bytes
     for prompt in ("a", "a longer prompt, which all experts see"):
-        done = moespeq("run", "--pack", damaged.folder, "-p", prompt, "--expert-cache", size)
+        done = moespeq("run", "--pack", damaged.folder, "-p", prompt, "--expert-cache", size, "--check", "first-use")
         assert_refused(done, "target-0000.safetensors", "sha256", "layer 0")
 
 

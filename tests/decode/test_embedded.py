@@ -8,8 +8,9 @@ import pytest
 
 from moespeq_cli.demo import DOMAINS, evaluation_prompts
 from moespeq_cli.run.prompts import Prompt, PromptEncoder
-from moespeq_cli.run.session import declared_stop_ids, load_tokenizer
+from moespeq_cli.run.session import declared_stop_ids
 from runtime.artifacts.pack import Pack
+from runtime.model.tokenizer import load_tokenizer
 from tests.decode.packs import assert_same, decode
 
 COUNT = 60

@@ -11,11 +11,11 @@ import torch
 from moespeq_cli.quantize.calibrate import (
     Text,
     choose_seq_len,
-    load_tokenizer,
     make_sequences,
     read_texts,
 )
 from runtime.errors import InputError
+from runtime.model.tokenizer import load_tokenizer
 from tests.tiny import save_tokenizer
 
 
