@@ -75,6 +75,7 @@ class RunSettings:
         make_governor(self.governor, self.verify_window)
         make_policy(self.eviction)
         make_predictor(self.prefetch)
+        weights = (self.alpha, self.beta, self.gamma)
         checks = (
             (0 <= self.prefetch_window <= MAX_WINDOW, f"a prefetch window of 0 to {MAX_WINDOW}", self.prefetch_window),
             (1 <= self.max_parallel_transfers <= 64, "1 to 64 parallel transfers", self.max_parallel_transfers),
@@ -85,11 +86,7 @@ class RunSettings:
                 self.dtype,
             ),
             (self.check in CHECKS, f"a check of {', '.join(CHECKS)}", self.check),
-            (
-                all(0 <= w < float("inf") for w in (self.alpha, self.beta, self.gamma)),
-                "weights of 0 or more",
-                self.alpha,
-            ),
+            (all(0 <= w < float("inf") for w in weights), "alpha, beta and gamma of 0 or more", weights),
             (self.context >= 1, "a context of 1 token or more", self.context),
             (0 <= self.threads <= 1024, "0 (automatic) to 1024 threads", self.threads),
         )

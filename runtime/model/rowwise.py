@@ -20,8 +20,8 @@ from runtime.model.kv import SharedKv
 from runtime.model.loader import cache_argument, decoder_layers
 
 MAX_ROWS = 7
-"""Rows of one pass. A value a row between the wrapped modules (the sigmoid of a shared expert's gate) then never fills a
-vectorised loop: the narrowest, two registers of four floats, begins at eight."""
+"""Rows of one pass. A value a row between the wrapped modules (the sigmoid of a shared expert's gate) then never fills
+a vectorised loop: the narrowest, two registers of four floats, begins at eight."""
 
 
 class RowMode:
