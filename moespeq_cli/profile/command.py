@@ -35,7 +35,8 @@ def profile(
         typer.Option(
             "--data",
             metavar="[NAME=]FILE",
-            help="Texts to route, JSONL or plain; repeat it for several domains [default: the embedded texts]",
+            help="Texts to route, JSONL or plain; repeat it for several domains; held-out takes the embedded "
+            "evaluation texts [default: the embedded calibration texts]",
         ),
     ] = None,
     samples: Annotated[

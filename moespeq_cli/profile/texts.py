@@ -14,6 +14,7 @@ from runtime.errors import InputError
 
 EVERY = 1 << 31
 SEED = 0  # of no effect where every piece is taken
+HELD_OUT = "held-out"  # in place of a file: the embedded evaluation texts, on which nothing was calibrated
 UNNAMED = "text"  # the domain of texts whose file names none
 
 
@@ -23,8 +24,8 @@ def read_domains(
     """Where the texts come from, and sequences of token ids, the domains in turn.
 
     Args:
-        data: `FILE` or `NAME=FILE`, any number; none takes the embedded texts. A name is the domain of all texts of its
-            file; without one, a text's own `domain` counts, or else the file's name.
+        data: `FILE` or `NAME=FILE`, any number, or `held-out` alone; none takes the embedded texts. A name is the
+            domain of all texts of its file; without one, a text's own `domain` counts, or else the file's name.
         tokenizer: the model's.
         samples: sequences in all, divided evenly among the domains.
         seq_len: tokens of a sequence at most.
@@ -61,6 +62,8 @@ def choose(pieces: list[Tensor], count: int, seq_len: int) -> list[Tensor]:
 def _read(data: list[str], tokenizer: Any, samples: int) -> tuple[str, list[Text]]:
     if not data:
         return read_texts(None, tokenizer, samples)
+    if data == [HELD_OUT]:
+        return HELD_OUT, _held_out()
     sources, texts = [], []
     for item in data:
         name, path = split_name(item)
@@ -70,6 +73,13 @@ def _read(data: list[str], tokenizer: Any, samples: int) -> tuple[str, list[Text
             own = path.stem if text.domain == UNNAMED else text.domain
             texts.append(replace(text, domain=name or own))
     return ", ".join(sources), texts
+
+
+def _held_out() -> list[Text]:
+    from moespeq_cli.demo import DOMAINS, evaluation_problems, evaluation_prompts
+
+    maths = [Text("maths", problem.text) for problem in evaluation_problems()]
+    return maths + [Text(name, text) for name in DOMAINS if name != "maths" for text in evaluation_prompts(name)]
 
 
 def split_name(item: str) -> tuple[str, Path]:

@@ -129,3 +129,9 @@ def test_another_artifact_is_not_overwritten(base: list[object], quantized: Path
     result = call(*base, "--out", place)
     assert isinstance(result.exception, ArtifactError) and "another --out" in result.exception.mend
     assert (place / "manifest.json").read_bytes() == before
+
+
+def test_held_out_takes_the_embedded_evaluation_texts(base: list[object]) -> None:
+    options = [*base[:-4], "--data", "held-out", "--samples", 12, "--seq-len", 64, "--json"]
+    made = json.loads(call(*options).stdout)
+    assert made["sequences"] == {"code": 4, "maths": 4, "prose": 4}
