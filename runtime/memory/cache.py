@@ -319,20 +319,24 @@ class ExpertCache:
         return None
 
     def _read(self, transfer: Transfer) -> int:
-        return self._store.read_into(transfer.key, self._pool.buffer(transfer.slot))
+        return self._store.read_into(transfer.key, self._pool.buffer(transfer.slot), lambda: self._landed(transfer))
 
-    def _report(self, transfer: Transfer, outcome: int | BaseException, seconds: float) -> None:
+    def _landed(self, transfer: Transfer) -> None:
+        with self._lock:
+            self._queue.leave_link(transfer)
+
+    def _report(self, transfer: Transfer, outcome: int | BaseException) -> None:
         """Hand the record, or the error, to the streams that wait for it."""
         with self._lock:
             waiters = self._waiters.pop(transfer.key, [])
             if isinstance(outcome, BaseException):
-                self._queue.finish(transfer, None, seconds)
+                self._queue.finish(transfer, None)
                 error = self._named(outcome, transfer.key)
                 for ticket in waiters:
                     ticket.error = ticket.error or error
             else:
-                self._queue.finish(transfer, outcome, seconds)
-                self._policy.loaded(transfer.key, outcome, seconds)
+                self._queue.finish(transfer, outcome)
+                self._policy.loaded(transfer.key, outcome, self._queue.leave_link(transfer))
                 for ticket in waiters:
                     self._residency.pin(transfer.key)
                     ticket.ready.append(transfer.key)

@@ -21,8 +21,8 @@ class CacheStats:
         failed_prefetches: prefetch reads that raised; a `stream` of such a key reads again and raises.
         evictions: records that gave up their slot.
         wait_s: seconds that `stream` stood still for records.
-        link_busy_s: seconds with at least one read in flight.
-        read_s: seconds of all reads added up, parallel ones too.
+        link_busy_s: seconds with at least one read on the link, up to the last read that ended; checksums not counted.
+        read_s: seconds of all reads on the link added up, parallel ones too.
     """
 
     hits: int = 0

@@ -6,7 +6,7 @@ import errno
 import hashlib
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -29,8 +29,11 @@ class RecordReader(Protocol):
         """Bytes that one read of this record moves; ArtifactError for an unknown key."""
         ...
 
-    def read_into(self, key: ExpertKey, buffer: memoryview) -> int:
-        """Fill the start of the buffer with the record and return the bytes read; callable from any thread."""
+    def read_into(self, key: ExpertKey, buffer: memoryview, landed: Callable[[], None] | None = None) -> int:
+        """Fill the start of the buffer with the record and return the bytes read; callable from any thread.
+
+        `landed` may be called when the device is done and work without it remains.
+        """
         ...
 
     def describe(self, key: ExpertKey) -> str:
@@ -83,13 +86,14 @@ class RecordStore:
         """File, layer and expert, for messages."""
         return f"{self._location(key).path} ({name_of(key)})"
 
-    def read_into(self, key: ExpertKey, buffer: memoryview) -> int:
+    def read_into(self, key: ExpertKey, buffer: memoryview, landed: Callable[[], None] | None = None) -> int:
         """Read one record to the start of `buffer` and return the bytes read.
 
         Args:
             key: the expert.
             buffer: at least padded_bytes of writable bytes; an address that is a multiple of PAGE_BYTES keeps the
                 read direct.
+            landed: called between the read and the checksum, on a record's first read.
 
         Raises:
             ArtifactError: unknown key, a file that ends inside the payload, or a checksum that differs.
@@ -114,6 +118,8 @@ class RecordStore:
         if num_bytes < place.payload_bytes:
             raise _cut(self.describe(key), place.offset_bytes + place.payload_bytes, place.offset_bytes + num_bytes)
         if key not in self._verified:
+            if landed is not None:
+                landed()
             found = hashlib.sha256(buffer[: place.payload_bytes]).hexdigest()
             if found != place.sha256:
                 raise ArtifactError(

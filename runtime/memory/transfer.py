@@ -20,13 +20,18 @@ Cause = Literal["demand", "prefetch", "preload"]
 class Transfer:
     """One read on its way into a claimed slot.
 
-    `claimed` says that a stream asked for it before it arrived.
+    Attributes:
+        claimed: whether a stream asked for it before it arrived.
+        started: when it went on the link, by `time.perf_counter`.
+        read_s: seconds on the link; None while it is there.
     """
 
     key: ExpertKey
     slot: int
     cause: Cause
     claimed: bool = False
+    started: float = 0.0
+    read_s: float | None = None
 
 
 class TransferQueue:
@@ -40,7 +45,8 @@ class TransferQueue:
         self._takers: dict[ExpertKey, Fetch] = {}  # by victim
         self._residency = residency
         self._stats = stats
-        self._busy_since = 0.0
+        self._on_link = 0
+        self._busy_since = 0.0  # up to here busy time is counted, while something is on the link
 
     def plan(self) -> None:
         """Replace the queued prefetches by those of the window.
@@ -87,12 +93,21 @@ class TransferQueue:
                 return self._start(Transfer(fetch.key, slot, "prefetch"))
         return None
 
-    def finish(self, transfer: Transfer, num_bytes: int | None, seconds: float) -> None:
+    def leave_link(self, transfer: Transfer) -> float:
+        """Count the time of a transfer whose bytes are there, and the link's busy time up to now; safe to repeat."""
+        if transfer.read_s is None:
+            now = time.perf_counter()
+            transfer.read_s = now - transfer.started
+            self._stats.read_s += transfer.read_s
+            self._stats.link_busy_s += now - self._busy_since
+            self._busy_since = now
+            self._on_link -= 1
+        return transfer.read_s
+
+    def finish(self, transfer: Transfer, num_bytes: int | None) -> None:
         """Take a transfer out of flight and count it; num_bytes None means that it failed and its slot is free."""
         del self.in_flight[transfer.key]
-        self._stats.read_s += seconds
-        if not self.in_flight:
-            self._stats.link_busy_s += time.perf_counter() - self._busy_since
+        self.leave_link(transfer)
         if num_bytes is None:
             self._residency.give_back(transfer.slot)
             if transfer.cause == "prefetch":
@@ -109,8 +124,10 @@ class TransferQueue:
         self._fetches.clear()
 
     def _start(self, transfer: Transfer) -> Transfer:
-        if not self.in_flight:
-            self._busy_since = time.perf_counter()
+        transfer.started = time.perf_counter()
+        if not self._on_link:
+            self._busy_since = transfer.started
+        self._on_link += 1
         self.in_flight[transfer.key] = transfer
         return transfer
 
@@ -122,7 +139,7 @@ class ReaderThreads:
         count: reads at a time.
         take: blocks until there is a transfer; None ends the thread.
         read: fills the transfer's slot and returns the bytes read.
-        report: told the transfer and the bytes, or the error, and the seconds.
+        report: told the transfer and the bytes, or the error.
         crash: told what take or report raised; the thread ends.
     """
 
@@ -131,7 +148,7 @@ class ReaderThreads:
         count: int,
         take: Callable[[], Transfer | None],
         read: Callable[[Transfer], int],
-        report: Callable[[Transfer, int | BaseException, float], None],
+        report: Callable[[Transfer, int | BaseException], None],
         crash: Callable[[BaseException], None],
     ) -> None:
         self._take, self._read, self._report, self._crash = take, read, report, crash
@@ -157,12 +174,11 @@ class ReaderThreads:
     def _loop(self) -> None:
         try:
             while (transfer := self._take()) is not None:
-                started = time.perf_counter()
                 outcome: int | BaseException
                 try:
                     outcome = self._read(transfer)
                 except BaseException as error:
                     outcome = error  # it belongs to whoever asked for the record
-                self._report(transfer, outcome, time.perf_counter() - started)
+                self._report(transfer, outcome)
         except BaseException as error:
             self._crash(error)

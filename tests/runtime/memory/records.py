@@ -55,7 +55,7 @@ class MemoryStore:
     def describe(self, key: ExpertKey) -> str:
         return f"memory (layer {key[0]}, expert {key[1]})"
 
-    def read_into(self, key: ExpertKey, buffer: memoryview) -> int:
+    def read_into(self, key: ExpertKey, buffer: memoryview, landed: Callable[[], None] | None = None) -> int:
         with self._lock:
             self.order.append(key)
             self._now += 1

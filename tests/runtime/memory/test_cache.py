@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import signal
 import threading
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import ArtifactError, PlanError, StorageError
+from runtime.memory import store as store_module
 from runtime.memory.cache import ExpertCache
 from runtime.memory.eviction import LruPolicy, make_policy
 from runtime.memory.location import PAGE_BYTES, ExpertKey
@@ -65,6 +67,44 @@ def test_parallel_reads_are_bounded_by_the_readers() -> None:
         serve(cache, [A, B, C, D, E, F])
         assert store.most_parallel == 3
         assert cache.stats.link_busy_s <= cache.stats.read_s <= 3.1 * cache.stats.link_busy_s
+
+
+def test_busy_time_grows_while_the_link_is_never_idle() -> None:
+    store = MemoryStore()
+    last = threading.Event()
+    store.before = lambda key: last.wait(5) and None if key == F else time.sleep(0.02)
+    with make_cache(store, 8, readers=2) as cache:
+        started = time.perf_counter()
+        cache.announce([[F, A, B, C]])
+        settle(cache, lambda: cache.resident(C))
+        busy_s, elapsed_s = cache.stats.link_busy_s, time.perf_counter() - started
+        assert 0.06 <= busy_s <= elapsed_s  # F is in flight all the time
+        last.set()
+        settle(cache, lambda: cache.resident(F))
+        time.sleep(0.05)
+        assert cache.stats.link_busy_s <= time.perf_counter() - started - 0.05  # idle time does not count
+        idle_after = cache.stats.link_busy_s
+        serve(cache, [E])
+        assert 0.02 <= cache.stats.link_busy_s - idle_after < 0.07
+
+
+def test_checksums_of_first_reads_are_no_link_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really_hash = hashlib.sha256
+
+    def slow(data: memoryview) -> object:
+        time.sleep(0.05)
+        return really_hash(data)
+
+    locations, _ = write_shards(tmp_path, [A, B, C])
+    monkeypatch.setattr(store_module.hashlib, "sha256", slow)
+    with (
+        RecordStore(locations) as store,
+        ExpertCache(store, SlotPool(3, store.max_record_bytes), make_policy("lru"), 1) as cache,
+    ):
+        assert len(list(cache.stream([A, B, C]))) == 3
+        assert cache.stats.wait_s >= 0.15
+        assert 0 < cache.stats.link_busy_s < 0.1
+        assert cache.stats.link_busy_s == pytest.approx(cache.stats.read_s, abs=0.001)  # one reader
 
 
 def test_prefetch_fills_free_slots_earliest_row_first() -> None:

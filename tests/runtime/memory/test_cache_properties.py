@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -48,8 +48,8 @@ class JitterStore(RecordStore):
 
     jitter = random.Random(0)
 
-    def read_into(self, key: ExpertKey, buffer: memoryview) -> int:
-        num_bytes = super().read_into(key, buffer)
+    def read_into(self, key: ExpertKey, buffer: memoryview, landed: Callable[[], None] | None = None) -> int:
+        num_bytes = super().read_into(key, buffer, landed)
         time.sleep(self.jitter.choice((0, 0, 0.0002, 0.001)))
         return num_bytes
 
