@@ -21,6 +21,7 @@ from runtime.errors import ArtifactError, InputError, StorageError
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
+CLEARING = {"clearing": True}  # a progress file that says: what else is here was to be thrown away
 
 M = TypeVar("M")
 
@@ -242,11 +243,11 @@ def claim_output(folder: Path, force: bool = False) -> Iterator[None]:
 
     Args:
         folder: where the artifact goes; created with its parents.
-        force: remove what an earlier run left there.
+        force: remove what an earlier run left there. A removal that was stopped is finished, force or not.
 
     Raises:
         ArtifactError: another process is writing there.
-        StorageError: the folder cannot be made.
+        StorageError: the folder cannot be made or cleared.
     """
     with write_guard("the output folder", folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -264,14 +265,38 @@ def claim_output(folder: Path, force: bool = False) -> Iterator[None]:
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-        if force:
-            for child in folder.iterdir():
-                if child.name != ".lock":
-                    shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
         try:
+            with write_guard("the output folder", folder):
+                if force or _half_cleared(folder):
+                    _clear(folder)
             yield
         finally:
             (folder / ".lock").unlink(missing_ok=True)
+
+
+def _half_cleared(folder: Path) -> bool:
+    """Whether a removal was stopped there; with the manifest still in place it has not begun."""
+    return not is_finished(folder) and (folder / PROGRESS).is_file() and read_json(folder / PROGRESS, "") == CLEARING
+
+
+def _clear(folder: Path) -> None:
+    """Remove all but the lock, in an order that a kill cannot spoil.
+
+    A progress file saying so goes first and is removed last, so that what is left in between is still known as the
+    remains of an artifact; the manifest goes before the files that it lists.
+    """
+    manifest, marker = folder / MANIFEST, folder / PROGRESS
+    children = [child for child in folder.iterdir() if child not in (folder / ".lock", manifest, marker)]
+    if not children and not manifest.exists() and not marker.exists():
+        return
+    write_json(marker, CLEARING)
+    manifest.unlink(missing_ok=True)
+    for child in children:
+        if child.is_dir() and not child.is_symlink():
+            shutil.rmtree(child)
+        else:
+            child.unlink(missing_ok=True)
+    marker.unlink()
 
 
 def check_free_space(folder: Path, needed_bytes: int, what: str) -> None:

@@ -20,11 +20,8 @@ from moespeq_cli.pack.build import build_pack, find_finished
 from runtime.artifacts.pack import Pack
 from runtime.errors import ArtifactError, StorageError
 from tests.pack.fixtures import contents, plan_for, save_profile, save_quantized
+from tests.runtime.test_manifest import Killed, dying
 from tests.tiny import save_tiny
-
-
-class Killed(BaseException):
-    """Stands for a kill: nothing in the product catches it."""
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +107,22 @@ def test_resumes_around_every_rename(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "replace", dies_at_rename(12, late))  # there is no twelfth
             build_pack(plan)
+        assert contents(plan.folder) == whole
+
+
+def test_starts_over_after_any_removal_of_force(
+    model: Path, quantized: Path, tmp_path: Path, whole: dict[str, bytes]
+) -> None:
+    """Repeated with --force and without it in turn."""
+    before = tmp_path / "before"
+    build_pack(plan_for(model, quantized, before, shards=3))
+    removals = len(list(before.rglob("*")))
+    for number in range(1, removals + 1):
+        plan = plan_for(model, quantized, tmp_path / str(number), shards=2)
+        shutil.copytree(before, plan.folder)
+        with dying(number), pytest.raises(Killed):
+            build_pack(plan, force=True)
+        build_pack(plan, force=number % 2 == 1)
         assert contents(plan.folder) == whole
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +22,7 @@ from moespeq_cli.quantize import build
 from moespeq_cli.quantize.plan import QuantizeOptions
 from runtime.artifacts.quantized import Quantized
 from runtime.errors import ArtifactError
+from tests.runtime.test_manifest import Killed, dying
 from tests.tiny import save_tiny
 
 
@@ -33,6 +37,12 @@ def options(model: Path, out: Path, text: Path, **others: object) -> QuantizeOpt
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def again(work: build.Work, out: Path, force: bool = False) -> None:
+    """Run what is prepared into another folder."""
+    moved = dataclasses.replace(work.options, out=out, force=force)
+    build.quantize(moved, work=dataclasses.replace(work, options=moved))
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +117,34 @@ def test_stopped_once_after_each_rename_it_ends_in_the_same_bytes(
         else:
             break
     assert renames > 15
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("finished", [False, True])
+def test_stopped_after_each_removal_of_force_it_starts_over(
+    finished: bool, force: bool, deep: Path, text: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    """Over an earlier result, and over an unfinished one of other settings."""
+    before = tmp_path / "before"
+    with pytest.MonkeyPatch.context() as patch:
+        if not finished:
+            patch.setattr(build, "_finish", lambda *_: (_ for _ in ()).throw(Stop()))
+        with contextlib.suppress(Stop):
+            build.quantize(options(deep, before, text, bits=8, method="rtn"))
+    files = len(list(before.iterdir()))
+    work = build.prepare(options(deep, before, text, force=True))
+    for removals in range(1, files + 1):
+        out = tmp_path / f"stopped-{removals}"
+        shutil.copytree(before, out)
+        with dying(removals), pytest.raises(Killed):
+            again(work, out, force=True)
+        if removals in (1, files // 2, files):
+            again(work, out, force)
+            assert contents(out) == whole, f"stopped after removal {removals}"
+        else:  # the rest is the same work: see only that it begins
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+                patch.setattr(build, "_copy_dense", lambda *_: (_ for _ in ()).throw(Stop()))
+                again(work, out, force)
 
 
 def test_stopped_while_solving_it_goes_on_at_that_layer(

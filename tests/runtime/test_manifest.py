@@ -1,0 +1,97 @@
+"""Output folders: cleared so that a kill spoils nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.artifacts.manifest import Journal, claim_output, is_finished
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing in the product catches it."""
+
+
+def dies_after_removal(number: int) -> dict[str, Callable[..., None]]:
+    """`os.unlink` and `os.rmdir` that kill after the nth removal of the two together; for `patch.setattr(os, ...)`."""
+    left = number
+
+    def dying(remove: Callable[..., None]) -> Callable[..., None]:
+        def removes(*arguments: Any, **options: Any) -> None:
+            nonlocal left
+            remove(*arguments, **options)
+            left -= 1
+            if left == 0:
+                raise Killed
+
+        return removes
+
+    return {"unlink": dying(os.unlink), "rmdir": dying(os.rmdir)}
+
+
+@contextlib.contextmanager
+def dying(number: int) -> Iterator[None]:
+    """Let the nth removal be the last thing that happens."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in dies_after_removal(number).items():
+            patch.setattr(os, name, function)
+        yield
+
+
+def fill(folder: Path, finished: bool) -> None:
+    (folder / "model").mkdir(parents=True)
+    for name in ("a.safetensors", "z.safetensors", "model/config.json", "report.json.part"):
+        (folder / name).write_text("data")
+    (folder / "link").symlink_to(folder / "model")
+    (folder / ("manifest.json" if finished else "progress.json")).write_text('{"settings": {"a": 1}, "done": {}}')
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("force", [True, False])
+def test_clearing_killed_after_any_removal_is_finished_by_the_next_claim(
+    finished: bool, force: bool, tmp_path: Path
+) -> None:
+    for number in itertools.count(1):
+        folder = tmp_path / str(number)
+        fill(folder, finished)
+        try:
+            with dying(number), claim_output(folder, force=True):
+                break
+        except Killed:
+            assert not is_finished(folder)
+            names = {path.name for path in folder.iterdir()} - {".lock"}
+            assert "progress.json" in names or not names  # what is left is known as an artifact's
+        with claim_output(folder, force=force):
+            assert [path.name for path in folder.iterdir()] == [".lock"]
+            assert Journal(folder, {"a": 2}).done == {}
+    assert number > 7
+
+
+def test_a_folder_is_whole_until_its_manifest_goes(tmp_path: Path) -> None:
+    """A kill between the mark and the first removal leaves the finished artifact, which only --force clears."""
+    fill(tmp_path / "out", finished=True)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def unlink(*_: object, **__: object) -> None:
+            raise Killed
+
+        patch.setattr(os, "unlink", unlink)
+        with pytest.raises(Killed), claim_output(tmp_path / "out", force=True):
+            pass
+    with claim_output(tmp_path / "out"):
+        assert is_finished(tmp_path / "out") and (tmp_path / "out" / "z.safetensors").is_file()
+    with claim_output(tmp_path / "out", force=True):
+        assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+
+
+def test_a_stopped_run_is_not_cleared_without_force(tmp_path: Path) -> None:
+    fill(tmp_path / "out", finished=False)
+    with claim_output(tmp_path / "out"):
+        assert (tmp_path / "out" / "a.safetensors").is_file()
+        assert Journal(tmp_path / "out", {"a": 1}).done == {}
