@@ -14,13 +14,14 @@ import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from runtime.errors import ArtifactError, InputError, StorageError
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
+LOCK = ".lock"
 CLEARING = {"clearing": True}  # a progress file that says: what else is here was to be thrown away
 
 M = TypeVar("M")
@@ -247,31 +248,63 @@ def claim_output(folder: Path, force: bool = False) -> Iterator[None]:
 
     Raises:
         ArtifactError: another process is writing there.
-        StorageError: the folder cannot be made or cleared.
+        StorageError: the folder cannot be made, locked or cleared.
     """
-    with write_guard("the output folder", folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("a+", encoding="utf-8")
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            raise ArtifactError(
-                expected=f"no other process writing to {folder}",
-                found=f"process {lock.read().strip() or 'unknown'} at work there",
-                mend="wait until it ends, or choose another --out",
-            ) from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+    path = folder / LOCK
+    with _lock(path) as lock:
         try:
             with write_guard("the output folder", folder):
                 if force or _half_cleared(folder):
                     _clear(folder)
             yield
         finally:
-            (folder / ".lock").unlink(missing_ok=True)
+            if _is_at(lock, path):
+                path.unlink()
+
+
+def _lock(path: Path) -> TextIO:
+    """Open and lock a file of which whoever holds the lock may remove the name.
+
+    A process that opened the file before its name went, and got the lock after, holds nothing that others see: it has
+    to open the file that has the name now.
+    """
+    while True:
+        with contextlib.ExitStack() as stack:
+            with write_guard("the output folder", path.parent):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context(path.open("a+", encoding="utf-8"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not _is_at(lock, path):
+                    continue
+                lock.seek(0)
+                raise ArtifactError(
+                    expected=f"no other process writing to {path.parent}",
+                    found=f"process {lock.read().strip() or 'unknown'} at work there",
+                    mend="wait until it ends, or choose another --out",
+                ) from None
+            except OSError as error:
+                raise StorageError(
+                    expected=f"a filesystem with file locks at {path.parent}",
+                    found=f"{error.strerror}",
+                    mend="choose another place with --out",
+                ) from error
+            if not _is_at(lock, path):
+                continue
+            with contextlib.suppress(OSError):  # the number is for others' messages only; a full disk may not take it
+                os.ftruncate(lock.fileno(), 0)
+                os.write(lock.fileno(), str(os.getpid()).encode())
+            stack.pop_all()
+            return lock
+
+
+def _is_at(handle: TextIO, path: Path) -> bool:
+    """Whether an open file is the one that has this name."""
+    try:
+        return os.path.samestat(os.fstat(handle.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _half_cleared(folder: Path) -> bool:
@@ -286,7 +319,7 @@ def _clear(folder: Path) -> None:
     remains of an artifact; the manifest goes before the files that it lists.
     """
     manifest, marker = folder / MANIFEST, folder / PROGRESS
-    children = [child for child in folder.iterdir() if child not in (folder / ".lock", manifest, marker)]
+    children = [child for child in folder.iterdir() if child not in (folder / LOCK, manifest, marker)]
     if not children and not manifest.exists() and not marker.exists():
         return
     write_json(marker, CLEARING)
