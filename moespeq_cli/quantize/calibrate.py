@@ -66,7 +66,7 @@ def read_texts(data: Path | None, tokenizer: Any, samples: int) -> tuple[str, li
     if data is None:
         return EMBEDDED, _embedded_texts(tokenizer, samples)
     try:
-        body = data.read_text(encoding="utf-8")
+        body = data.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             expected=f"a UTF-8 text or JSONL file at {data}", found=str(error), mend="pass another file with --data"
@@ -74,7 +74,7 @@ def read_texts(data: Path | None, tokenizer: Any, samples: int) -> tuple[str, li
     if data.suffix in (".jsonl", ".ndjson", ".json") or body.lstrip().startswith('{"'):
         texts = [
             _jsonl_text(line, f"line {number} of {data}", tokenizer)
-            for number, line in enumerate(body.splitlines(), 1)
+            for number, line in enumerate(body.split("\n"), 1)  # splitlines would cut at U+2028 in a string
             if line.strip()
         ]
     else:

@@ -60,6 +60,23 @@ def test_jsonl_with_text_messages_and_domains(tokenizer: Any, tmp_path: Path) ->
     assert [ids.tolist() for ids in cut(texts, tokenizer).ids][1] == [256, *b"two"]
 
 
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_only_newlines_end_a_line_of_jsonl(newline: str, tokenizer: Any, tmp_path: Path) -> None:
+    """JSON allows these in a string as they are, and str.splitlines cuts at each of them."""
+    path = tmp_path / "data.jsonl"
+    bodies = ["one\u2028two", "one\u2029two", "one\x85two", "three"]
+    path.write_bytes("".join(f'{{"text": "{body}"}}{newline}' for body in bodies).encode())
+    assert [text.text for text in read_texts(path, tokenizer, 8)[1]] == bodies
+
+
+@pytest.mark.parametrize(
+    ("name", "body"), [("a.jsonl", '{"text": "it"}'), ("b.txt", '{"text": "it"}'), ("c.txt", "it")]
+)
+def test_a_byte_order_mark_is_no_text(name: str, body: str, tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + body.encode())
+    assert read_texts(tmp_path / name, tokenizer, 8)[1] == [Text("text", "it")]
+
+
 def test_plain_text(tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_text("It was late.\n\nNobody came.\n")
