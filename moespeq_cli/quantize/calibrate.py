@@ -144,12 +144,12 @@ def _embedded_texts(tokenizer: Any, samples: int) -> list[Text]:
 def _jsonl_text(line: str, where: str, tokenizer: Any) -> Text:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(expected=f"JSON in {where}", found=str(error), mend="write one JSON object a line") from None
     fields = record if isinstance(record, dict) else {}
     domain = str(fields.get("domain", "text"))
     if isinstance(fields.get("text"), str):
-        return Text(domain, fields["text"])
+        return Text(domain, _encodable(fields["text"], where))
     if isinstance(fields.get("messages"), list):
         try:
             text = tokenizer.apply_chat_template(fields["messages"], tokenize=False)
@@ -159,12 +159,25 @@ def _jsonl_text(line: str, where: str, tokenizer: Any) -> Text:
                 found=f"{type(error).__name__}: {str(error)[:200]}",
                 mend="give `text` instead of `messages`",
             ) from error
-        return Text(domain, str(text), formatted=True)
+        return Text(domain, _encodable(str(text), where), formatted=True)
     raise InputError(
         expected=f"an object with `text` or `messages` in {where}",
         found=f"keys {sorted(fields)}" if fields else type(record).__name__,
         mend='write each line as {"text": ...} or {"messages": [...]}',
     )
+
+
+def _encodable(text: str, where: str) -> str:
+    """Refuse half of a surrogate pair, which JSON's escapes can spell and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            expected=f"text of whole characters in {where}",
+            found=f"the lone surrogate U+{ord(text[error.start]):04X} at character {error.start + 1}",
+            mend="correct the line, or leave it out",
+        ) from None
+    return text
 
 
 def _in_turn(groups: list[list[Tensor]], count: int, seq_len: int, generator: random.Random) -> list[Tensor]:

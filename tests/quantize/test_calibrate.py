@@ -90,6 +90,8 @@ def test_plain_text(tokenizer: Any, tmp_path: Path) -> None:
         ('{"text": "a"}\n{"text": \n', "line 2 of"),
         ('{"text": "a"}\n{"prompt": "b"}\n', r"line 2 .*keys \['prompt'\]"),
         ('{"text": 3}\n', "line 1"),
+        ('{"text": "a"}\n' + "[" * 100_000, "JSON in line 2 of"),
+        ('{"text": "a"}\n{"text": "b\\ud83d"}\n', r"line 2 .*U\+D83D at character 2"),
         ('{"messages": [{"role": "nobody"}]}\n', "chat template"),
     ],
 )
