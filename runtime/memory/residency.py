@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from runtime.memory.eviction import EvictionPolicy
 from runtime.memory.location import ExpertKey
@@ -60,10 +60,9 @@ class Residency:
         """Whether a resident expert is unpinned and not needed up to the newcomer's use."""
         return key not in self.pins and self.window.next_use.get(key, fetch.position + 1) > fetch.position
 
-    def schedule(self, on_their_way: Iterable[ExpertKey]) -> list[Fetch]:
+    def schedule(self, on_their_way: Collection[ExpertKey]) -> list[Fetch]:
         """The fetches of the window from what is resident or on its way now."""
-        residents = [*self.slots, *on_their_way]
-        return schedule(self.window, residents, len(self._free), self._policy)
+        return schedule(self.window, self.slots, on_their_way, len(self._free), self._policy)
 
     def give_back(self, slot: int) -> None:
         """A claimed slot whose read failed."""

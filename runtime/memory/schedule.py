@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection
 from heapq import heapify, heappop, heappush
+from itertools import chain
+from typing import NamedTuple
 
 from runtime.memory.eviction import EvictionPolicy
 from runtime.memory.location import ExpertKey
 from runtime.memory.window import Window
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(NamedTuple):
     """A read that may go ahead of its need.
 
     Attributes:
@@ -26,7 +26,13 @@ class Fetch:
     victim: ExpertKey | None
 
 
-def schedule(window: Window, residents: Iterable[ExpertKey], num_free: int, policy: EvictionPolicy) -> list[Fetch]:
+def schedule(
+    window: Window,
+    slots: Collection[ExpertKey],
+    on_their_way: Collection[ExpertKey],
+    num_free: int,
+    policy: EvictionPolicy,
+) -> list[Fetch]:
     """The fetches of the window, soonest need first.
 
     Plays the window forward as if nothing were prefetched and every miss evicted what is needed furthest away. Each
@@ -35,48 +41,65 @@ def schedule(window: Window, residents: Iterable[ExpertKey], num_free: int, poli
     experts, 24 a row, in 36 slots, 745 in place of 463 when fetching two rows ahead, and nearly LRU's 834 when
     fetching all.
 
+    It runs between draft steps, so it looks at all residents only once a miss finds no free slot.
+
     Args:
-        window: the announced rows; misses are looked for up to its fetch_end.
-        residents: what is in slots or on its way there, least recently used first.
+        window: the announced rows; misses are looked for in its fetch_steps.
+        slots: what is resident, least recently used first.
+        on_their_way: what is being read.
         num_free: slots beside these.
         policy: picks among the residents that the window does not need.
     """
-    next_use = {key: window.next_use[key] for key in residents if key in window.next_use}
-    idle = {key: None for key in residents if key not in window.next_use}
-    furthest = [(-position, key) for key, position in next_use.items()]
-    heapify(furthest)
+    present = {key for step in window.fetch_steps for key in step.keys if key in slots or key in on_their_way}
+    if all(present.issuperset(step.keys) for step in window.fetch_steps):
+        return []
+    idle: dict[ExpertKey, None] = {}  # used up in the play; once there is no free slot, all that are not needed
+    next_use: dict[ExpertKey, int] = {}  # of what the play has used; the window's holds for the others
+    used: set[ExpertKey] = set()
+    furthest: list[tuple[int, ExpertKey]] | None = None  # made when nothing idle is left
+    looked = False
     fetches: list[Fetch] = []
     missed: set[ExpertKey] = set()
-    steps = iter(window.step_ends)
-    step_end = 0
-    for position in range(window.fetch_end):
-        while position >= step_end:
-            step_end = next(steps)
-        key = window.order[position]
-        if key not in next_use:
-            victim, needed = None, None
-            if num_free:
-                num_free -= 1
-            elif idle:
-                victim = policy.victim(idle, {})
-                assert victim is not None
-                del idle[victim]
+    for start, keys, step_end in window.fetch_steps:
+        for position, key in enumerate(keys, start):
+            if key not in present:
+                victim, needed = None, None
+                if not num_free and not looked:
+                    looked = True
+                    unneeded = (other for other in chain(slots, on_their_way) if other not in window.next_use)
+                    idle = dict.fromkeys(unneeded) | idle
+                if num_free:
+                    num_free -= 1
+                elif idle:
+                    victim = policy.victim(idle, {})
+                    assert victim is not None
+                    del idle[victim]
+                else:
+                    if furthest is None:
+                        unused = (other for other in chain(slots, on_their_way) if other not in used)
+                        next_use |= {other: window.next_use[other] for other in unused if other in window.next_use}
+                        furthest = [(-later, other) for other, later in next_use.items()]
+                        heapify(furthest)
+                    while furthest and next_use.get(furthest[0][1]) != -furthest[0][0]:
+                        heappop(furthest)  # used since it was pushed
+                    if not furthest:
+                        return fetches  # all slots belong to demands on their way
+                    victim = heappop(furthest)[1]
+                    needed = next_use.pop(victim)
+                if victim is not None:
+                    present.discard(victim)
+                # What the same step needs stays: to fetch into its place would trade one wait for another.
+                if key not in missed and key in window.fetch and (needed is None or needed >= step_end):
+                    fetches.append(Fetch(key, position, victim))
+                missed.add(key)
+                present.add(key)
+            used.add(key)
+            later = window.use_from(key, step_end)
+            if later is None:
+                next_use.pop(key, None)
+                idle[key] = None
             else:
-                while furthest and next_use.get(furthest[0][1]) != -furthest[0][0]:
-                    heappop(furthest)  # used since it was pushed
-                if not furthest:
-                    break  # all slots belong to demands on their way
-                victim = heappop(furthest)[1]
-                needed = next_use.pop(victim)
-            # What the same step needs stays: to fetch into its place would trade one wait for another.
-            if key not in missed and key in window.fetch and (needed is None or needed >= step_end):
-                fetches.append(Fetch(key, position, victim))
-            missed.add(key)
-        later = window.later[position]
-        if later is None:
-            next_use.pop(key, None)
-            idle[key] = None
-        else:
-            next_use[key] = later
-            heappush(furthest, (-later, key))
+                next_use[key] = later
+                if furthest is not None:
+                    heappush(furthest, (-later, key))
     return fetches

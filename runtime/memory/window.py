@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
+from typing import NamedTuple
 
 from runtime.memory.location import ExpertKey
+
+_layer_of = itemgetter(0)
+
+
+class Step(NamedTuple):
+    """Experts that are computed together: each is needed once, at `start` plus its place in `keys`."""
+
+    start: int
+    keys: Sequence[ExpertKey]
+    end: int
 
 
 class Window:
     """The announced rows as one order of uses.
 
-    Positions count uses from the start of the announcement. The rows of the coming pass are computed together, one
-    layer after the other, so they count as one step; every later row is a step of its own.
+    The rows of the coming pass are computed together, one layer after the other, so they count as one step; every
+    later row is a step of its own. Positions grow from use to use. An announcement that goes on from the one before,
+    first rows gone and new ones at the end, keeps them and costs by the rows that came and went, not by the window.
 
     Attributes:
-        order: the key at each position.
-        later: for each position, that of the same key's next use; None where there is none.
-        step_ends: the first position after each step.
         fetch: keys that are to be fetched.
-        fetch_end: the first position after the steps that have such keys.
+        fetch_steps: the steps up to the last one with such keys.
     """
 
     def __init__(self) -> None:
-        self.order: list[ExpertKey] = []
-        self.later: list[int | None] = []
-        self.step_ends: list[int] = []
         self.fetch: set[ExpertKey] = set()
-        self.fetch_end = 0
+        self.fetch_steps: list[Step] = []
+        self._announced: list[tuple[ExpertKey, ...]] = []
+        self._rows: list[Step] = []
+        self._uses: dict[ExpertKey, list[int]] = {}  # every position of each key, as if each row were a pass
         self._next: dict[ExpertKey, int] = {}
-        self._after_pass: dict[ExpertKey, int] = {}
+        self._moved: list[ExpertKey] = []  # keys whose next use is not the first one of _uses
+        self._pass_end = 0
+        self._begun: tuple[int | None, int] | None = None  # fetch_rows and pass_rows while nothing of the pass is used
 
     @property
     def next_use(self) -> Mapping[ExpertKey, int]:
@@ -37,36 +51,90 @@ class Window:
 
     def announce(self, rows: Sequence[Sequence[ExpertKey]], fetch_rows: int | None, pass_rows: int) -> None:
         """Replace the plan; see ExpertCache.announce."""
-        pass_rows = max(pass_rows, 1)
-        together = dict.fromkeys(key for row in rows[:pass_rows] for key in row)
-        self.order = sorted(together, key=lambda key: key[0])  # stable: within a layer, the order of the rows
-        self.step_ends = [len(self.order)]
-        for row in rows[pass_rows:]:
-            self.order.extend(dict.fromkeys(row))
-            self.step_ends.append(len(self.order))
-        self.fetch = {key for row in rows[:fetch_rows] for key in row}
-        fetch_steps = len(self.step_ends) if fetch_rows is None else max(min(fetch_rows, 1), fetch_rows - pass_rows + 1)
-        self.fetch_end = self.step_ends[min(fetch_steps, len(self.step_ends)) - 1] if fetch_steps > 0 else 0
-        self._look_back()
+        announced, pass_rows = [tuple(row) for row in rows], max(pass_rows, 1)
+        gone, known = self._num_gone(announced), len(self._rows)
+        begun = (fetch_rows, pass_rows)
+        if begun == self._begun and not gone and fetch_rows is not None and known >= max(fetch_rows, pass_rows):
+            for row in announced[known:]:
+                self._append(row)
+            return
+        for key in self._moved:
+            self._next[key] = self._uses[key][0]
+        self._moved.clear()
+        self._drop(gone)
+        for row in announced[len(self._rows) :]:
+            self._append(row)
+        self._begun = begun
+        together = self._begin_pass(pass_rows)
+        num_steps = len(rows) if fetch_rows is None else max(min(fetch_rows, 1), fetch_rows - pass_rows + 1)
+        self.fetch_steps = [together, *self._rows[pass_rows : pass_rows + num_steps - 1]] if num_steps > 0 else []
+        self.fetch = set(chain.from_iterable(row.keys for row in self._rows[:fetch_rows]))
 
     def consume(self, key: ExpertKey) -> None:
         """Note that the coming pass has used the key: its next use is the first one after the pass."""
-        position = self._after_pass.get(key)
-        if position is None:
-            self._next.pop(key, None)
+        position = self._next.get(key)
+        if position is None or position >= self._pass_end:
+            return
+        later = self.use_from(key, self._pass_end)
+        if later is None:
+            del self._next[key]
         else:
-            self._next[key] = position
+            self._next[key] = later
+        self._moved.append(key)
+        self._begun = None
 
-    def _look_back(self) -> None:
-        """Link each use to the next one of the same key, from the last to the first."""
-        uses: dict[ExpertKey, int] = {}
-        self.later = [None] * len(self.order)
-        for position in range(len(self.order) - 1, self.step_ends[0] - 1, -1):
-            key = self.order[position]
-            self.later[position] = uses.get(key)
-            uses[key] = position
-        self._after_pass = uses.copy()
-        for position, key in enumerate(self.order[: self.step_ends[0]]):  # each key once
-            self.later[position] = uses.get(key)
-            uses[key] = position
-        self._next = uses
+    def use_from(self, key: ExpertKey, step_start: int) -> int | None:
+        """Where an announced key is needed first from the start of a later step on; None where it is not."""
+        uses = self._uses[key]
+        index = bisect_left(uses, step_start)
+        return uses[index] if index < len(uses) else None
+
+    def _num_gone(self, announced: list[tuple[ExpertKey, ...]]) -> int:
+        """How many first rows must go for the others to be the first ones of the new announcement."""
+        known = self._announced
+        for count in range(len(known)):
+            if known[count:] == announced[: len(known) - count]:
+                return count
+        return len(known)
+
+    def _drop(self, count: int) -> None:
+        if count == len(self._rows):
+            self._uses.clear()
+            self._next.clear()
+        else:
+            for row in self._rows[:count]:
+                for key in row.keys:
+                    uses = self._uses[key]
+                    del uses[0]
+                    if uses:
+                        self._next[key] = uses[0]
+                    else:
+                        del self._uses[key], self._next[key]
+        del self._announced[:count], self._rows[:count]
+
+    def _append(self, row: tuple[ExpertKey, ...]) -> None:
+        keys = tuple(dict.fromkeys(row))
+        start = self._rows[-1].end if self._rows else 0
+        for position, key in enumerate(keys, start):
+            uses = self._uses.get(key)
+            if uses is None:
+                self._uses[key] = [position]
+                self._next[key] = position
+            else:
+                uses.append(position)
+        self._announced.append(row)
+        self._rows.append(Step(start, keys, start + len(keys)))
+
+    def _begin_pass(self, pass_rows: int) -> Step:
+        """Bring the uses of the first rows into the order of one pass: by layer, then by row."""
+        rows = self._rows[:pass_rows]
+        if not rows:
+            self._pass_end = 0
+            return Step(0, (), 0)
+        keys = sorted(dict.fromkeys(chain.from_iterable(row.keys for row in rows)), key=_layer_of)
+        for position, key in enumerate(keys, rows[0].start):
+            if self._next[key] != position:
+                self._next[key] = position
+                self._moved.append(key)
+        self._pass_end = rows[-1].end
+        return Step(rows[0].start, keys, rows[-1].end)

@@ -66,14 +66,15 @@ class RecordedWindow(Window):
     def announce(self, rows: Sequence[Sequence[ExpertKey]], fetch_rows: int | None, pass_rows: int) -> None:
         super().announce(rows, fetch_rows, pass_rows)
         self.rows, self.pass_rows, self.consumed = [set(row) for row in rows], pass_rows, set()
+        assert [set(step.keys) for step in self._rows] == self.rows
 
     def consume(self, key: ExpertKey) -> None:
         super().consume(key)
         self.consumed.add(key)
 
     def row_of(self, position: int) -> int:
-        step = sum(end <= position for end in self.step_ends)
-        return step and step + self.pass_rows - 1
+        row = sum(step.end <= position for step in self._rows)
+        return 0 if row < self.pass_rows else row
 
     def next_row(self, key: ExpertKey) -> int | None:
         first = self.pass_rows if key in self.consumed else 0

@@ -23,7 +23,7 @@ def fetches(
 ) -> list[Fetch]:
     window = Window()
     window.announce(rows, fetch_rows, pass_rows)
-    return schedule(window, residents, num_free, make_policy("lookahead"))
+    return schedule(window, residents[:-1], residents[-1:], num_free, make_policy("lookahead"))
 
 
 def test_free_slots_come_first_then_what_the_window_does_not_need_least_recent_first() -> None:
