@@ -7,10 +7,9 @@ import os
 import random
 import resource
 import shutil
-import signal
-import subprocess
-import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,8 @@ import torch
 from moespeq_cli.pack.build import build_pack, find_finished
 from runtime.artifacts.pack import Pack
 from runtime.errors import ArtifactError, StorageError
+from tests.kills import STEPS, Killed, Moments, after_removal, sigkill_after
 from tests.pack.fixtures import contents, plan_for, save_profile, save_quantized
-from tests.runtime.test_manifest import Killed, dying
 from tests.tiny import save_tiny
 
 
@@ -120,37 +119,45 @@ def test_starts_over_after_any_removal_of_force(
     for number in range(1, removals + 1):
         plan = plan_for(model, quantized, tmp_path / str(number), shards=2)
         shutil.copytree(before, plan.folder)
-        with dying(number), pytest.raises(Killed):
+        with after_removal(number), pytest.raises(Killed):
             build_pack(plan, force=True)
         build_pack(plan, force=number % 2 == 1)
         assert contents(plan.folder) == whole
 
 
-SCRIPT = """
-import os, signal, sys
-import torch
-torch.set_num_threads(1)
-from pathlib import Path
-from moespeq_cli.pack.build import build_pack
-from moespeq_cli.pack.plan import make_plan
-model, quantized, out, left = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
-def advance():
-    global left
-    left -= 1
-    if left < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-build_pack(make_plan(model, quantized, None, out, 2, "raw"), advance=advance)
-"""
+def write_half(handle: int, data: bytes, offset: int) -> None:
+    os.pwrite(handle, bytes(data)[: len(data) // 2], offset)
+
+
+def test_resumes_after_random_moments(model: Path, quantized: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
+    """Before, in the middle of or after any call that changes what is on disk."""
+    moments = Moments(STEPS | {(os, "pwrite"): write_half, (shutil, "copyfile"): None})
+    with moments.kill(0) as called:
+        build_pack(plan_for(model, quantized, tmp_path / "counted", shards=2))
+    assert contents(tmp_path / "counted") == whole and set(called) >= {"replace", "fsync", "pwrite"}
+    for number, when in moments.draw(len(called), 8, seed=11):
+        plan = plan_for(model, quantized, tmp_path / f"{number}-{when}", shards=2)
+        with moments.kill(number, when), pytest.raises(Killed):
+            build_pack(plan)
+        build_pack(plan)
+        assert contents(plan.folder) == whole, f"stopped {when} call {number}, {called[number - 1]}"
 
 
 def test_resumes_after_sigkill(model: Path, quantized: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
-    out = tmp_path / "pack"
-    for count in sorted(random.Random(7).sample(range(24), 3)):
-        command = [sys.executable, "-c", SCRIPT, str(model), str(quantized), str(out), str(count)]
-        assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
-        assert (out / ".lock").exists() and not (out / "manifest.json").exists()
-    build_pack(plan_for(model, quantized, out, shards=2))
-    assert contents(out) == whole
+    """Real kills at random moments, of the first run and of the one that goes on."""
+    start = time.perf_counter()
+    build_pack(plan_for(model, quantized, tmp_path / "timed", shards=2))
+    seconds = time.perf_counter() - start
+    generator = random.Random(5)
+    for attempt in range(5):
+        plan = plan_for(model, quantized, tmp_path / str(attempt), shards=2)
+        for _ in range(2):
+            sigkill_after(generator.uniform(0.05, 0.9) * seconds, partial(build_pack, plan))
+            if not (plan.folder / "manifest.json").exists():
+                with pytest.raises(ArtifactError):
+                    Pack.open(plan.folder)
+        build_pack(plan)
+        assert contents(plan.folder) == whole
 
 
 def test_resuming_with_other_settings_is_refused(model: Path, quantized: Path, tmp_path: Path) -> None:

@@ -7,22 +7,22 @@ import dataclasses
 import itertools
 import json
 import os
+import random
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 import time
+from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from moespeq_cli.quantize import build
+from moespeq_cli.quantize import build, folder
 from moespeq_cli.quantize.plan import QuantizeOptions
 from runtime.artifacts.quantized import Quantized
 from runtime.errors import ArtifactError
-from tests.runtime.test_manifest import Killed, dying
+from tests.kills import STEPS, Killed, Moments, after_removal, keep_half, sigkill_after
 from tests.tiny import save_tiny
 
 
@@ -36,7 +36,8 @@ def options(model: Path, out: Path, text: Path, **others: object) -> QuantizeOpt
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """All files but the lock, which a kill may leave and which counts for nothing."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
 
 
 def again(work: build.Work, out: Path, force: bool = False) -> None:
@@ -136,7 +137,7 @@ def test_stopped_after_each_removal_of_force_it_starts_over(
     for removals in range(1, files + 1):
         out = tmp_path / f"stopped-{removals}"
         shutil.copytree(before, out)
-        with dying(removals), pytest.raises(Killed):
+        with after_removal(removals), pytest.raises(Killed):
             again(work, out, force=True)
         if removals in (1, files // 2, files):
             again(work, out, force)
@@ -228,35 +229,55 @@ def test_a_finished_layer_that_changed_meanwhile_is_noticed(
         build.quantize(options(deep, out, text))
 
 
-def test_a_killed_process_is_gone_on_with(deep: Path, text: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    """A real SIGKILL, sent as soon as the first layer with experts is on record."""
-    out = tmp_path / "quantized"
-    program = textwrap.dedent(
-        f"""
-        import time, torch
-        from pathlib import Path
-        from moespeq_cli.quantize import build
-        from moespeq_cli.quantize.plan import QuantizeOptions
-        torch.set_num_threads(1)
-        build.quantize(
-            QuantizeOptions(
-                model={str(deep)!r}, out=Path({str(out)!r}), data=Path({str(text)!r}), seq_len=48, min_tokens=4
-            ),
-            advance=lambda: time.sleep(0.5),
-        )
-        """
+def save_half(tensors: dict[str, torch.Tensor], path: Path, **options: object) -> None:
+    save_file(tensors, path, **options)
+    keep_half(path)
+
+
+def copy_half(source: Path, target: Path) -> None:
+    target.write_bytes(source.read_bytes()[: source.stat().st_size // 2])
+
+
+def dump_half(value: object, handle: TextIO, **options: object) -> None:
+    text = json.dumps(value, **options)  # type: ignore[arg-type]
+    handle.write(text[: len(text) // 2])
+    handle.flush()
+
+
+def test_stopped_at_random_moments_it_ends_in_the_same_bytes(
+    deep: Path, text: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    """Before, in the middle of or after any call that changes what is on disk."""
+    moments = Moments(
+        STEPS | {(folder, "save_file"): save_half, (shutil, "copyfile"): copy_half, (json, "dump"): dump_half}
     )
-    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
-        progress = out / "progress.json"
-        if progress.is_file() and "layer 1" in json.loads(progress.read_text())["done"]:
-            break
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    _, errors = process.communicate()
-    assert process.returncode == -signal.SIGKILL, errors
-    with pytest.raises(ArtifactError):
-        Quantized.open(out)
-    build.quantize(options(deep, out, text))
-    assert contents(out) == whole
+    work = build.prepare(options(deep, tmp_path, text))
+    with moments.kill(0) as called:
+        again(work, tmp_path / "counted")
+    assert contents(tmp_path / "counted") == whole and set(called) >= {"replace", "fsync", "save_file", "dump"}
+    for number, when in moments.draw(len(called), 8, seed=11):
+        out = tmp_path / f"{number}-{when}"
+        with moments.kill(number, when), pytest.raises(Killed):
+            again(work, out)
+        again(work, out)
+        assert contents(out) == whole, f"stopped {when} call {number}, {called[number - 1]}"
+
+
+def test_killed_at_random_moments_it_ends_in_the_same_bytes(
+    deep: Path, text: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    """Real kills, of the first run and of the one that goes on."""
+    work = build.prepare(options(deep, tmp_path, text))
+    start = time.perf_counter()
+    again(work, tmp_path / "timed")
+    seconds = time.perf_counter() - start
+    generator = random.Random(5)
+    for attempt in range(5):
+        out = tmp_path / str(attempt)
+        for _ in range(2):
+            sigkill_after(generator.uniform(0.05, 0.9) * seconds, partial(again, work, out))
+            if not (out / "manifest.json").exists():
+                with pytest.raises(ArtifactError):
+                    Quantized.open(out)
+        again(work, out)
+        assert contents(out) == whole

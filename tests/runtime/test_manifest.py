@@ -9,7 +9,6 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +16,7 @@ import pytest
 
 from runtime.artifacts.manifest import Journal, claim_output, is_finished
 from runtime.errors import ArtifactError, StorageError
-
-
-class Killed(BaseException):
-    """Stands for a kill: nothing in the product catches it."""
-
-
-def dies_after_removal(number: int) -> dict[str, Callable[..., None]]:
-    """`os.unlink` and `os.rmdir` that kill after the nth removal of the two together; for `patch.setattr(os, ...)`."""
-    left = number
-
-    def dying(remove: Callable[..., None]) -> Callable[..., None]:
-        def removes(*arguments: Any, **options: Any) -> None:
-            nonlocal left
-            remove(*arguments, **options)
-            left -= 1
-            if left == 0:
-                raise Killed
-
-        return removes
-
-    return {"unlink": dying(os.unlink), "rmdir": dying(os.rmdir)}
-
-
-@contextlib.contextmanager
-def dying(number: int) -> Iterator[None]:
-    """Let the nth removal be the last thing that happens."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, function in dies_after_removal(number).items():
-            patch.setattr(os, name, function)
-        yield
+from tests.kills import Killed, after_removal
 
 
 def fill(folder: Path, finished: bool) -> None:
@@ -66,7 +36,7 @@ def test_clearing_killed_after_any_removal_is_finished_by_the_next_claim(
         folder = tmp_path / str(number)
         fill(folder, finished)
         try:
-            with dying(number), claim_output(folder, force=True):
+            with after_removal(number), claim_output(folder, force=True):
                 break
         except Killed:
             assert not is_finished(folder)
