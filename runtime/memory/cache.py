@@ -16,7 +16,7 @@ from runtime.memory.slots import SlotPool
 from runtime.memory.stats import CacheStats
 from runtime.memory.store import RecordReader
 from runtime.memory.stream import ExpertStream, Ticket
-from runtime.memory.transfer import Cause, ReaderThreads, Transfer, TransferQueue
+from runtime.memory.transfer import ReaderThreads, Transfer, TransferQueue
 
 _CHECK_S = 0.25  # how often a waiting stream looks for what no reader will tell it
 
@@ -114,30 +114,13 @@ class ExpertCache:
                 is closed.
             PlanError: all slots are held by other streams that this thread has left open.
         """
-        return self._open(keys, "demand")
-
-    def preload(self, keys: Sequence[ExpertKey]) -> int:
-        """Fill free slots with these experts, first ones first, and return how many were read once all are in.
-
-        Raises:
-            ArtifactError, StorageError: as in stream.
-        """
-        with self._lock:
-            known = (self._residency.slots, self._queue.in_flight)
-            missing = [key for key in dict.fromkeys(keys) if not any(key in table for table in known)]
-            chosen = missing[: self._residency.num_free]
-        for _ in self._open(chosen, "preload"):
-            pass
-        return len(chosen)
+        ticket = self._ask(keys)
+        return ExpertStream(ticket, self._residency.slots, self._pool.tensor, self._advance, self._end, self._abandon)
 
     def missing_bytes(self, keys: Sequence[ExpertKey]) -> int:
         """Bytes of those different keys that are not resident; what is still in flight counts in full."""
         slots, record_bytes = self._residency.slots, self._store.record_bytes
         return sum(record_bytes(key) for key in set(keys) if key not in slots)
-
-    def resident(self, key: ExpertKey) -> bool:
-        """Whether the expert is in a slot, its read finished."""
-        return key in self._residency.slots
 
     def close(self) -> None:
         """Drop what is queued, wait for reads in flight, end the threads. Streams still waiting raise."""
@@ -156,14 +139,10 @@ class ExpertCache:
 
     # A stream's side.
 
-    def _open(self, keys: Sequence[ExpertKey], cause: Cause) -> ExpertStream:
-        ticket = self._ask(keys, cause)
-        return ExpertStream(ticket, self._residency.slots, self._pool.tensor, self._advance, self._end, self._abandon)
-
-    def _ask(self, keys: Sequence[ExpertKey], cause: Cause) -> Ticket:
+    def _ask(self, keys: Sequence[ExpertKey]) -> Ticket:
         """Pin what is resident and queue what is missing; waits for nothing."""
         ticket = Ticket()
-        residency, stats, demand = self._residency, self.stats, cause == "demand"
+        residency, stats = self._residency, self.stats
         slots, consume, used = residency.slots, residency.window.consume, self._policy.used
         with self._lock:
             self._check_open()
@@ -171,15 +150,14 @@ class ExpertCache:
             self._open_tickets.add(ticket)
             try:
                 for key in dict.fromkeys(keys):
-                    if demand:
-                        used(key)
-                        consume(key)
+                    used(key)
+                    consume(key)
                     if key in slots:
                         residency.use(key)
                         ticket.ready.append(key)
-                        stats.hits += demand
+                        stats.hits += 1
                     else:
-                        self._want(key, ticket, cause)
+                        self._want(key, ticket)
             except BaseException:
                 self._release(ticket)
                 raise
@@ -187,14 +165,14 @@ class ExpertCache:
                 self._work.notify(len(ticket.pending))
         return ticket
 
-    def _want(self, key: ExpertKey, ticket: Ticket, cause: Cause) -> None:
+    def _want(self, key: ExpertKey, ticket: Ticket) -> None:
         transfer = self._queue.in_flight.get(key)
         if transfer is None:
             self._store.record_bytes(key)  # an unknown expert is refused here, in the caller's thread
-            self._queue.demands.setdefault(key, cause)
-            self.stats.misses += cause == "demand"
+            self._queue.demands.setdefault(key)
+            self.stats.misses += 1
         else:
-            self.stats.late += cause == "demand"
+            self.stats.late += 1
             self.stats.prefetched_used += transfer.cause == "prefetch" and not transfer.claimed
             transfer.claimed = True
         self._waiters.setdefault(key, []).append(ticket)

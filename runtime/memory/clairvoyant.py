@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from runtime.errors import InputError
-from runtime.memory.eviction import EvictionPolicy, LfuPolicy, LruPolicy, PriorityPolicy
+from runtime.memory.eviction import EvictionPolicy
 from runtime.memory.location import ExpertKey
 from runtime.memory.window import Window
 
@@ -67,24 +67,6 @@ def belady(trace: Trace, num_slots: int, resident: Iterable[ExpertKey] = ()) -> 
     return misses
 
 
-def belady_bytes(
-    trace: Trace,
-    num_slots: int,
-    record_bytes: Callable[[ExpertKey], int],
-    resident: Iterable[ExpertKey] = (),
-) -> int:
-    """Bytes that no policy can stay below on this trace.
-
-    Where all records have one size, that size for each read of `belady`. Otherwise each expert's first read in full,
-    and every further read at the size of the smallest record.
-    """
-    resident = list(resident)
-    first = {key for keys in trace for key in keys} - set(resident)
-    again = belady(trace, num_slots, resident) - len(first)
-    smallest = min((record_bytes(key) for keys in trace for key in keys), default=0)
-    return sum(record_bytes(key) for key in first) + again * smallest
-
-
 def replay(
     trace: Trace,
     num_slots: int,
@@ -133,26 +115,6 @@ def replay(
             read_bytes += num_bytes
         misses += len(missing)
     return Replay(requests, misses, read_bytes)
-
-
-def lru_misses(trace: Trace, num_slots: int, resident: Iterable[ExpertKey] = ()) -> int:
-    """Reads of the least-recently-used policy."""
-    return replay(trace, num_slots, LruPolicy(), resident=resident).misses
-
-
-def lfu_misses(trace: Trace, num_slots: int, resident: Iterable[ExpertKey] = ()) -> int:
-    """Reads of the least-frequently-used policy."""
-    return replay(trace, num_slots, LfuPolicy(), resident=resident).misses
-
-
-def priority_misses(
-    trace: Trace,
-    num_slots: int,
-    resident: Iterable[ExpertKey] = (),
-    heat: Mapping[ExpertKey, float] | None = None,
-) -> int:
-    """Reads of the priority policy with its default weights, all records of one size."""
-    return replay(trace, num_slots, PriorityPolicy(heat), resident=resident).misses
 
 
 def _evict(

@@ -13,8 +13,8 @@ class CacheStats:
         hits: keys that were resident when asked for.
         late: keys whose read, begun by a prefetch, was in flight when asked for.
         misses: all other keys asked for; each costs a demand read.
-        demand_bytes, prefetch_bytes, preload_bytes: bytes read from the store, by cause, padding included.
-        demand_reads, prefetch_reads, preload_reads: records read, by cause.
+        demand_bytes, prefetch_bytes: bytes read from the store, by cause, padding included.
+        demand_reads, prefetch_reads: records read, by cause.
         prefetched_used: prefetched records that a `stream` then asked for (late ones too).
         prefetched_unused: prefetched records evicted before any use.
         prefetched_unused_bytes: their bytes.
@@ -30,10 +30,8 @@ class CacheStats:
     late: int = 0
     demand_bytes: int = 0
     prefetch_bytes: int = 0
-    preload_bytes: int = 0
     demand_reads: int = 0
     prefetch_reads: int = 0
-    preload_reads: int = 0
     prefetched_used: int = 0
     prefetched_unused: int = 0
     prefetched_unused_bytes: int = 0
@@ -51,7 +49,7 @@ class CacheStats:
     @property
     def read_bytes(self) -> int:
         """Bytes read from the store for any cause."""
-        return self.demand_bytes + self.prefetch_bytes + self.preload_bytes
+        return self.demand_bytes + self.prefetch_bytes
 
     @property
     def hit_rate(self) -> float | None:
@@ -64,13 +62,10 @@ class CacheStats:
         return totals | {"requests": self.requests, "read_bytes": self.read_bytes, "hit_rate": self.hit_rate}
 
     def count_read(self, cause: str, num_bytes: int) -> None:
-        """Add one finished read of the cause "demand", "prefetch" or "preload"."""
+        """Add one finished read of the cause "demand" or "prefetch"."""
         if cause == "demand":
             self.demand_reads += 1
             self.demand_bytes += num_bytes
-        elif cause == "prefetch":
+        else:
             self.prefetch_reads += 1
             self.prefetch_bytes += num_bytes
-        else:
-            self.preload_reads += 1
-            self.preload_bytes += num_bytes

@@ -13,7 +13,7 @@ from runtime.memory.residency import Residency
 from runtime.memory.schedule import Fetch
 from runtime.memory.stats import CacheStats
 
-Cause = Literal["demand", "prefetch", "preload"]
+Cause = Literal["demand", "prefetch"]
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class TransferQueue:
 
     def __init__(self, residency: Residency, stats: CacheStats) -> None:
         self.in_flight: dict[ExpertKey, Transfer] = {}
-        self.demands: dict[ExpertKey, Cause] = {}
+        self.demands: dict[ExpertKey, None] = {}  # in order
         self._failed: set[ExpertKey] = set()
         self._fetches: dict[ExpertKey, Fetch] = {}
         self._takers: dict[ExpertKey, Fetch] = {}  # by victim
@@ -80,9 +80,9 @@ class TransferQueue:
             slot = self._residency.claim()
             if slot is None:
                 return None
-            key, cause = next(iter(self.demands.items()))
+            key = next(iter(self.demands))
             del self.demands[key]
-            return self._start(Transfer(key, slot, cause, claimed=True))
+            return self._start(Transfer(key, slot, "demand", claimed=True))
         for fetch in list(self._fetches.values()):
             if fetch.key in self._residency.slots or fetch.key in self.in_flight:
                 del self._fetches[fetch.key]

@@ -94,6 +94,11 @@ def serve(cache: ExpertCache, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
     return order
 
 
+def resident(cache: ExpertCache, key: ExpertKey) -> bool:
+    """Whether the expert is in a slot, its read finished."""
+    return key in cache._residency.slots
+
+
 def settle(cache: ExpertCache, until: Callable[[], bool], timeout_s: float = 5.0) -> None:
     """Wait until the cache's readers have brought about a state."""
     end = time.monotonic() + timeout_s

@@ -16,7 +16,7 @@ from runtime.memory.location import PAGE_BYTES, ExpertKey
 from runtime.memory.slots import SlotPool
 from runtime.memory.store import RecordStore
 
-from .records import MemoryStore, content, make_cache, serve, settle, write_shards
+from .records import MemoryStore, content, make_cache, resident, serve, settle, write_shards
 
 A, B, C, D, E, F = ((0, expert) for expert in range(6))
 
@@ -27,7 +27,7 @@ def test_residents_come_first_and_each_key_once() -> None:
         assert serve(cache, [C, A, C, B, A])[:2] == [A, B]
         assert (cache.stats.hits, cache.stats.misses) == (2, 3)
         assert cache.stats.demand_bytes == 3 * PAGE_BYTES
-        assert all(cache.resident(key) for key in (A, B, C)) and not cache.resident(D)
+        assert all(resident(cache, key) for key in (A, B, C)) and not resident(cache, D)
         assert cache.missing_bytes([A, D, E, D]) == 2 * PAGE_BYTES
         assert serve(cache, []) == []
 
@@ -56,7 +56,7 @@ def test_arrivals_come_in_order_of_arrival() -> None:
 def test_reads_begin_before_the_first_next() -> None:
     with make_cache(MemoryStore(), 4, readers=1) as cache:
         stream = cache.stream([A, B])
-        settle(cache, lambda: cache.resident(A) and cache.resident(B))
+        settle(cache, lambda: resident(cache, A) and resident(cache, B))
         assert cache.stats.wait_s == 0
         assert [key for key, _ in stream] == [A, B]
 
@@ -76,11 +76,11 @@ def test_busy_time_grows_while_the_link_is_never_idle() -> None:
     with make_cache(store, 8, readers=2) as cache:
         started = time.perf_counter()
         cache.announce([[F, A, B, C]])
-        settle(cache, lambda: cache.resident(C))
+        settle(cache, lambda: resident(cache, C))
         busy_s, elapsed_s = cache.stats.link_busy_s, time.perf_counter() - started
         assert 0.06 <= busy_s <= elapsed_s  # F is in flight all the time
         last.set()
-        settle(cache, lambda: cache.resident(F))
+        settle(cache, lambda: resident(cache, F))
         time.sleep(0.05)
         assert cache.stats.link_busy_s <= time.perf_counter() - started - 0.05  # idle time does not count
         idle_after = cache.stats.link_busy_s
@@ -111,7 +111,7 @@ def test_prefetch_fills_free_slots_earliest_row_first() -> None:
     store = MemoryStore()
     with make_cache(store, 8, readers=1) as cache:
         cache.announce([[A, B], [B, C], [D]])
-        settle(cache, lambda: cache.resident(D))
+        settle(cache, lambda: resident(cache, D))
         assert store.order == [A, B, C, D]
         serve(cache, [A, B])
         assert (cache.stats.hits, cache.stats.misses, cache.stats.prefetched_used) == (2, 0, 2)
@@ -125,7 +125,7 @@ def test_fetch_rows_bounds_the_prefetch() -> None:
         time.sleep(0.05)
         assert store.order == []
         cache.announce([[A], [B], [C]], fetch_rows=2)
-        settle(cache, lambda: cache.resident(A) and cache.resident(B))
+        settle(cache, lambda: resident(cache, A) and resident(cache, B))
         time.sleep(0.02)
         assert sorted(store.order) == [A, B]
 
@@ -139,11 +139,11 @@ def test_prefetch_displaces_only_what_is_needed_strictly_later() -> None:
         time.sleep(0.05)
         assert store.order == [A, B]
         serve(cache, [A, B])  # now A is not needed any more and B only in row 2
-        settle(cache, lambda: cache.resident(C))
-        assert cache.resident(B) and not cache.resident(A)
+        settle(cache, lambda: resident(cache, C))
+        assert resident(cache, B) and not resident(cache, A)
         cache.announce([[D], [B], [C]])  # both are needed, C last
-        settle(cache, lambda: cache.resident(D))
-        assert cache.resident(B) and not cache.resident(C)
+        settle(cache, lambda: resident(cache, D))
+        assert resident(cache, B) and not resident(cache, C)
         assert cache.stats.prefetched_unused == 1 and cache.stats.prefetched_unused_bytes == PAGE_BYTES
 
 
@@ -155,7 +155,7 @@ def test_prefetch_never_displaces_what_its_own_row_needs() -> None:
         time.sleep(0.05)
         assert store.order == [B]
         cache.announce([[A], [B]])
-        settle(cache, lambda: cache.resident(A))
+        settle(cache, lambda: resident(cache, A))
 
 
 def test_rows_of_one_pass_do_not_displace_each_other() -> None:
@@ -172,7 +172,7 @@ def test_demand_evicts_the_furthest_next_use() -> None:
         serve(cache, [A, B, C])
         cache.announce([[D, A], [C], [B]], fetch_rows=0)
         serve(cache, [D])
-        assert not cache.resident(B) and cache.resident(A) and cache.resident(C)
+        assert not resident(cache, B) and resident(cache, A) and resident(cache, C)
 
 
 def test_a_key_counts_by_its_use_after_the_pass() -> None:
@@ -181,7 +181,7 @@ def test_a_key_counts_by_its_use_after_the_pass() -> None:
         cache.announce([[A, C], [B], [A]], fetch_rows=0)
         serve(cache, [A])
         serve(cache, [C])  # A is needed in row 2, B in row 1
-        assert cache.resident(B) and not cache.resident(A)
+        assert resident(cache, B) and not resident(cache, A)
 
 
 def test_new_announcement_cancels_queued_prefetches() -> None:
@@ -193,7 +193,7 @@ def test_new_announcement_cancels_queued_prefetches() -> None:
         settle(cache, lambda: store.order == [A])
         cache.announce([[D]])
         gate.set()
-        settle(cache, lambda: cache.resident(D))
+        settle(cache, lambda: resident(cache, D))
         assert store.order == [A, D]
 
 
@@ -207,7 +207,7 @@ def test_demand_overtakes_queued_prefetches() -> None:
         stream = cache.stream([A, D, F])
         gate.set()
         assert {key for key, _ in stream} == {A, D, F}
-        settle(cache, lambda: cache.resident(C))
+        settle(cache, lambda: resident(cache, C))
         assert store.order == [A, D, F, B, C]
         assert (cache.stats.late, cache.stats.misses, cache.stats.prefetched_used) == (1, 2, 1)
         assert cache.stats.prefetch_bytes == 3 * PAGE_BYTES and cache.stats.demand_bytes == 2 * PAGE_BYTES
@@ -230,7 +230,7 @@ def test_tensor_is_untouched_until_the_iterator_advances() -> None:
         other = threading.Thread(target=lambda: serve(cache, [C]))
         other.start()
         time.sleep(0.05)
-        assert tensor[:2].tolist() == list(content(key)) and cache.resident(A)
+        assert tensor[:2].tolist() == list(content(key)) and resident(cache, A)
         assert next(stream, None) is None
         other.join(5)
         assert not other.is_alive()
@@ -283,7 +283,7 @@ def test_a_stream_waits_for_slots_that_another_thread_holds() -> None:
 
         def hold() -> None:
             held.append(cache.stream([A]))
-            settle(cache, lambda: cache.resident(A))
+            settle(cache, lambda: resident(cache, A))
             asked.set()
             time.sleep(0.6)  # longer than a waiting stream takes to look for a deadlock
             list(held[0])
@@ -313,18 +313,6 @@ def test_streams_of_several_threads_share_few_slots() -> None:
         for thread in threads:
             thread.join(20)
         assert not any(thread.is_alive() for thread in threads) and not faults
-
-
-def test_preload_fills_free_slots_and_evicts_nothing() -> None:
-    with make_cache(MemoryStore(), 3) as cache:
-        serve(cache, [A])
-        assert cache.preload([A, B, C, D, E]) == 2
-        assert all(cache.resident(key) for key in (A, B, C))
-        assert cache.preload([F]) == 0
-        stats = cache.stats
-        assert (stats.preload_reads, stats.preload_bytes, stats.requests, stats.evictions) == (2, 2 * PAGE_BYTES, 1, 0)
-        serve(cache, [B, C])
-        assert stats.hits == 2
 
 
 def test_reader_error_surfaces_within_a_second_and_names_the_expert() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.memory.cache import ExpertCache
-from runtime.memory.clairvoyant import belady, lru_misses
+from runtime.memory.clairvoyant import belady, replay
 from runtime.memory.eviction import POLICIES, make_policy
 from runtime.memory.location import ExpertKey, RecordLocation
 from runtime.memory.schedule import Fetch
@@ -222,7 +222,7 @@ def test_lookahead_moves_fewer_bytes_than_lru(num_slots: int, share_of_lru: floa
     assert bound <= min(moved.values())
     assert moved[2] <= 1.1 * moved[0]  # fetching ahead moves reads in time and adds few
     assert max(moved.values()) < share_of_lru * lru.stats.read_bytes
-    assert abs(lru.stats.misses - lru_misses(demands, num_slots)) <= 0.02 * lru.stats.misses
+    assert abs(lru.stats.misses - replay(demands, num_slots, make_policy("lru")).misses) <= 0.02 * lru.stats.misses
 
 
 def test_prefetch_hides_reads_behind_compute() -> None:
