@@ -75,7 +75,7 @@ class LfuPolicy(LruPolicy):
 class PriorityPolicy(LfuPolicy):
     """Evicts the lowest alpha * heat + beta * size + gamma * transfer time, each as a share of its largest value.
 
-    Heat comes from a profile, or without one from the uses so far; sizes and times from the reads so far.
+    Heat is a table that was given, or else the uses so far; sizes and times come from the reads so far.
     """
 
     name = "priority"

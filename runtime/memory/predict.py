@@ -14,8 +14,6 @@ PREDICTORS = ("none", "history", "draft")
 class Predictor(Protocol):
     """Turns what is known into the rows to announce to the cache."""
 
-    name: str
-
     def observe(self, row: Sequence[ExpertKey]) -> None:
         """The target has computed a row that was kept; its experts in layer order."""
         ...
@@ -29,23 +27,8 @@ class Predictor(Protocol):
         ...
 
 
-class NonePredictor:
-    """Announces nothing."""
-
-    name = "none"
-
-    def observe(self, row: Sequence[ExpertKey]) -> None:
-        """Nothing is kept."""
-
-    def upcoming(self, tail_rows: Sequence[Sequence[ExpertKey]]) -> list[list[ExpertKey]]:
-        """No rows."""
-        return []
-
-
 class HistoryPredictor:
     """Guesses that the next row uses the experts of the last one: neighbouring tokens share many."""
-
-    name = "history"
 
     def __init__(self) -> None:
         self._last: list[ExpertKey] = []
@@ -59,10 +42,11 @@ class HistoryPredictor:
         return [list(self._last)] if self._last else []
 
 
-class DraftPredictor(NonePredictor):
+class DraftPredictor:
     """Takes the draft's own routing of its rows."""
 
-    name = "draft"
+    def observe(self, row: Sequence[ExpertKey]) -> None:
+        """Nothing is kept."""
 
     def upcoming(self, tail_rows: Sequence[Sequence[ExpertKey]]) -> list[list[ExpertKey]]:
         """The tail's rows."""
@@ -70,12 +54,14 @@ class DraftPredictor(NonePredictor):
 
 
 def make_predictor(name: str) -> Predictor:
-    """A new predictor of this name, one of PREDICTORS; InputError for any other."""
-    if name == "none":
-        return NonePredictor()
+    """A new predictor of this name, one of PREDICTORS; InputError for any other.
+
+    "none" says that nothing is to be fetched ahead. Eviction sees the draft's rows all the same, so it is the draft's
+    predictor, for announcements with fetch_rows 0.
+    """
     if name == "history":
         return HistoryPredictor()
-    if name == "draft":
+    if name in ("draft", "none"):
         return DraftPredictor()
     raise InputError(
         expected=f"a predictor of {', '.join(PREDICTORS)}",
