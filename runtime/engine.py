@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
-from runtime.decode.bank import INT4_GROUPS, DraftBank
+from runtime.decode.bank import DraftBank
 from runtime.decode.governor import make_governor
 from runtime.decode.loop import LoopSettings, Route, SpeculativeLoop
 from runtime.decode.sampling import Chooser, SamplingSettings
@@ -24,76 +23,16 @@ from runtime.errors import InputError, PlanError
 from runtime.memory.cache import ExpertCache
 from runtime.memory.eviction import make_policy
 from runtime.memory.location import ExpertKey
-from runtime.memory.plan import MemoryPlan, make_plan
+from runtime.memory.plan import MemoryPlan
 from runtime.memory.predict import make_predictor
 from runtime.memory.slots import SlotPool
 from runtime.memory.store import RecordStore
 from runtime.model.host import Host
-from runtime.model.kv import bytes_per_token
-from runtime.model.loader import TORCH_DTYPES
+from runtime.run_plan import compute_dtype, plan_run
 from runtime.stats import DecodeStats
 from runtime.threads import set_threads
 
 _CHECKED_AT_ONCE_BYTES = 4_000_000_000  # a few seconds of reading
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-def compute_dtype(pack: Pack, settings: RunSettings) -> torch.dtype:
-    """The type of the arithmetic: as asked for, or as the experts are stored."""
-    return TORCH_DTYPES[pack.spec.dtype] if settings.dtype == "auto" else _DTYPES[settings.dtype]
-
-
-def plan_run(pack: Pack, settings: RunSettings) -> MemoryPlan:
-    """What goes where, before anything is loaded.
-
-    Args:
-        pack: an opened pack.
-        settings: of the run.
-
-    Raises:
-        PlanError: it does not fit; the message names what would.
-    """
-    dtype, spec = compute_dtype(pack, settings), pack.spec
-    config = SimpleNamespace(**json.loads((pack.config_folder / "config.json").read_text(encoding="utf-8")))
-    dense = sum(_elements(pack.dense_info(name).shape) for name in pack.dense_names()) * dtype.itemsize
-    return make_plan(
-        dense_bytes=dense,
-        draft_bytes=draft_bytes(pack, dtype) if settings.speculate and settings.prefetch_window else 0,
-        kv_bytes_per_token=bytes_per_token(config, dtype),
-        context_tokens=min(settings.context, getattr(config, "max_position_embeddings", settings.context)),
-        slot_bytes=pack.target_slot_bytes,
-        num_experts_total=spec.num_records,
-        top_k=spec.top_k,
-        num_moe_layers=len(spec.moe_layers),
-        cache_size=settings.expert_cache_size,
-        max_parallel_transfers=settings.max_parallel_transfers,
-    )
-
-
-def draft_bytes(pack: Pack, dtype: torch.dtype) -> int:
-    """Memory of the draft bank in the forms that `DraftBank` chooses; unrounded linears lie in the run's type."""
-    spec, total = pack.spec, 0
-    for layer_id in spec.moe_layers:
-        fmt = pack.draft_format(layer_id)
-        shapes = (
-            (fmt.gate_up, 2 * spec.moe_intermediate_size, spec.hidden_size),
-            (fmt.down, spec.hidden_size, spec.moe_intermediate_size),
-        )
-        for linear, rows, columns in shapes:
-            if linear.bits == 0:
-                total += spec.num_experts * rows * columns * dtype.itemsize
-                continue
-            packed = linear.bits == 4 and linear.group_size in INT4_GROUPS and rows % 16 == 0
-            group_bytes = 4 if packed else 3
-            total += spec.num_experts * rows * (columns * linear.bits // 8 + columns // linear.group_size * group_bytes)
-    return total
-
-
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +46,7 @@ class Request:
 
 
 class Engine:
-    """Generates tokens from a pack; close it, or use it in a `with`.
+    """Generates tokens from a pack, one text at a time; close it, or use it in a `with`.
 
     Attributes:
         plan: what was planned to lie where.
@@ -122,27 +61,28 @@ class Engine:
             ArtifactError: a file of the pack is damaged.
             InputError: transformers cannot build the model.
         """
+        pack.check_dense()
         self.pack, self.settings, self.plan = pack, settings, plan
         dtype = compute_dtype(pack, settings)
         set_threads(settings.threads, pack.target_slot_bytes)
         started = time.perf_counter()
         self.host = Host(pack.config_folder, pack.spec, dtype, pack.read_dense, pack.dense_names())
         drafting = settings.speculate and settings.prefetch_window > 0
-        self._bank = DraftBank(pack, dtype) if drafting else None
+        self._bank = DraftBank(pack, dtype, settings.direct_io) if drafting else None
         self._store = RecordStore(pack.target_locations(), direct=settings.direct_io)
         try:
             pool = SlotPool(plan.num_slots, plan.slot_bytes)
-            if settings.check == "all" or (
-                settings.check == "auto" and plan.total_expert_bytes <= _CHECKED_AT_ONCE_BYTES
-            ):
+            small = plan.total_expert_bytes <= _CHECKED_AT_ONCE_BYTES
+            if settings.check == "all" or (settings.check == "auto" and small):
                 self._store.check_all(pool.buffer(0))
             policy = make_policy(settings.eviction, alpha=settings.alpha, beta=settings.beta, gamma=settings.gamma)
             self.cache = ExpertCache(self._store, pool, policy, settings.max_parallel_transfers)
         except BaseException:
             self._store.close()
             raise
-        self._experts = TargetExperts(pack, self.cache, dtype)
-        self.stats = DecodeStats(self.cache.stats, keep_trace=keep_trace)
+        self.stats = DecodeStats(self.cache.stats)
+        self._experts = TargetExperts(pack, self.cache, dtype, self.stats.trace if keep_trace else None)
+        self._texts = 0
         self.load_s = time.perf_counter() - started
 
     @property
@@ -165,23 +105,15 @@ class Engine:
             InputError: the prompt is empty or does not fit, or an id is not in the vocabulary.
             ArtifactError, StorageError: a record cannot be read.
         """
-        room = self.room(len(request.prompt), request.max_new_tokens)
-        vocab_size = int(self.host.config.vocab_size)
-        if bad := [token for token in request.prompt if not 0 <= token < vocab_size]:
-            raise InputError(
-                expected=f"prompt ids below the vocabulary size {vocab_size}",
-                found=str(bad[0]),
-                mend="use the tokenizer that belongs to the model",
-            )
-        settings = self.settings
-        self.host.start(len(request.prompt) + room + 1)
+        room = self._begin(request)
+        settings, text = self.settings, self._texts
         loop = SpeculativeLoop(
             target=self,
             draft=self if self._bank is not None else None,
             experts=self.cache,
             chooser=Chooser(request.sampling),
             predictor=make_predictor("draft" if settings.prefetch == "none" else settings.prefetch),
-            governor=make_governor(settings.governor, settings.verify_window),
+            governor=make_governor(_governor(settings, request.sampling), settings.verify_window),
             stats=self.stats,
         )
         limits = LoopSettings(
@@ -192,7 +124,9 @@ class Engine:
         )
         started = time.perf_counter()
         try:
-            yield from loop.generate(request.prompt, limits)
+            for token in loop.generate(request.prompt, limits):
+                yield token
+                self._check_current(text)
         finally:
             self.stats.total_s += time.perf_counter() - started
 
@@ -206,16 +140,39 @@ class Engine:
             raise InputError(
                 expected="settings with a draft", found="none loaded", mend="set speculate and a prefetch window"
             )
-        room = self.room(len(request.prompt), request.max_new_tokens)
-        self.host.start(len(request.prompt) + room + 1)
+        room = self._begin(request)
+        text = self._texts
         self.host.prefill(request.prompt[:-1], self._bank)
-        self._bank.take_route()
+        self._bank.forget_route()
         chooser, token = Chooser(request.sampling), request.prompt[-1]
         for position in range(len(request.prompt) - 1, len(request.prompt) - 1 + room):
             token = chooser.draft(self.step(token, position)[0], position + 1).token
             yield token
+            self._check_current(text)
             if token in request.stop_ids:
                 return
+
+    def _begin(self, request: Request) -> int:
+        """Check a request and start its KV cache; returns how many tokens may be generated."""
+        room = self.room(len(request.prompt), request.max_new_tokens)
+        vocab_size = int(self.host.config.vocab_size)
+        if bad := [token for token in request.prompt if not 0 <= token < vocab_size]:
+            raise InputError(
+                expected=f"prompt ids below the vocabulary size {vocab_size}",
+                found=str(bad[0]),
+                mend="use the tokenizer that belongs to the model",
+            )
+        self.host.start(len(request.prompt) + room)
+        self._texts += 1
+        return room
+
+    def _check_current(self, text: int) -> None:
+        if text != self._texts:
+            raise InputError(
+                expected="one text at a time on an engine",
+                found="another one begun before this one ended",
+                mend="finish the first text, or open a second engine",
+            )
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """The loop's target: write the KV of the prompt. Layers are fetched ahead where most experts will be met."""
@@ -224,7 +181,7 @@ class Engine:
         fetch_rows = 0 if self.settings.prefetch == "none" else None
         self.cache.announce([spec.expert_keys()] if most else [], fetch_rows)
         self.host.prefill(tokens, self._experts)
-        self._experts.take_route()
+        self._experts.forget_route()
 
     def rows(self, tokens: Sequence[int], position: int) -> tuple[Tensor, list[Route]]:
         """The loop's target: exact logits and routing of a few rows."""
@@ -238,13 +195,11 @@ class Engine:
         return logits[0], self._bank.take_route()[0]
 
     def trace(self) -> list[list[ExpertKey]]:
-        """The target's experts of every kept row, where `keep_trace` was set."""
+        """Every demand of the target, in order, where `keep_trace` was set."""
         return self.stats.trace
 
     def report(self) -> dict[str, Any]:
         """Everything `--stats` writes but the texts."""
-        import dataclasses
-
         return {
             "model_type": self.pack.spec.model_type,
             "pack": str(self.pack.folder),
@@ -272,6 +227,12 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _governor(settings: RunSettings, sampling: SamplingSettings) -> str:
+    """The governor's name: under rejection sampling one that no clock decides for, so that a seed gives one text."""
+    timed = sampling.temperature > 0 and sampling.rule == "rejection" and settings.governor == "roofline"
+    return "fixed" if timed else settings.governor
 
 
 def context_room(prompt_tokens: int, max_new_tokens: int, max_context: int) -> int:

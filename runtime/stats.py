@@ -20,11 +20,11 @@ class DecodeStats:
         proposals_judged: drafted tokens that met the target's choice, verified or compared with its next token.
         proposals_right: those that were equal.
         accepted_by_round: how many proposals were accepted, by how many were verified: {"2": {"0": 3, "2": 40}}.
-        trace: the target's routing of every kept row, for replays; kept while `keep_trace` is set.
+        trace: what the target asked the expert cache for, in order: one list of experts a layer and block of the
+            prompt, then one a layer and row; kept where an engine was asked to.
     """
 
     cache: CacheStats
-    keep_trace: bool = False
     prompt_tokens: int = 0
     new_tokens: int = 0
     rounds: int = 0
@@ -72,8 +72,6 @@ class DecodeStats:
             drafted: the draft's experts for the same input, None where nothing was drafted from it.
             right: whether the drafted token is the target's.
         """
-        if self.keep_trace:
-            self.trace.append(list(route))
         if drafted is not None:
             self.proposals_judged += 1
             self.proposals_right += right

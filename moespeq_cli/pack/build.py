@@ -52,8 +52,12 @@ OWN_NAMES = re.compile(  # of what a pack's folder holds, finished or not
 Advance = Callable[[], None]
 
 
-def find_finished(plan: PackPlan) -> PackManifest | None:
+def find_finished(plan: PackPlan, any_profile: bool = False) -> PackManifest | None:
     """The manifest of an identical pack that is already there.
+
+    Args:
+        plan: what would be written.
+        any_profile: take a pack that was striped by another profile, or by none, for the same.
 
     Raises:
         ArtifactError: a finished pack of other sources or settings, or a damaged one, is in the way.
@@ -69,7 +73,7 @@ def find_finished(plan: PackPlan) -> PackManifest | None:
         "shards": manifest.num_shards,
     }
     for name, value in plan.identity.items():
-        if found[name] != value:
+        if found[name] != value and not (any_profile and name == "profile"):
             raise ArtifactError(
                 expected=f"no finished pack in {plan.folder}, or one with {name} = {value!r:.80}",
                 found=f"one with {name} = {found[name]!r:.80}",

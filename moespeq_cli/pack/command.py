@@ -46,26 +46,36 @@ def pack(
         return
     from runtime.artifacts.manifest import is_finished
 
+    asked = profile is not None
     if profile is None and is_finished(artifacts / "profile"):
         profile = artifacts / "profile"
     source = quantized if quantized is not None else artifacts / "quantized"
-    console.emit(_build(folder, model_folder(model), source, profile, shards, encoding, force), as_json)
+    console.emit(_build(folder, model_folder(model), source, profile, asked, shards, encoding, force), as_json)
 
 
 def _build(
-    folder: Path, model: str, quantized: Path, profile: Path | None, shards: int, encoding: str, force: bool
+    folder: Path,
+    model: str,
+    quantized: Path,
+    profile: Path | None,
+    asked: bool,
+    shards: int,
+    encoding: str,
+    force: bool,
 ) -> dict[str, Any]:
     from moespeq_cli.pack.build import build_pack, find_finished
     from moespeq_cli.pack.plan import make_plan
 
     plan = make_plan(model, quantized, profile, folder, shards, encoding)
-    if not force and find_finished(plan) is not None:
-        console.note(f"{folder} is this pack already; nothing to do")
+    manifest = None if force else find_finished(plan, any_profile=not asked)
+    if manifest is not None:
+        striped = "" if manifest.profile_sha256 == plan.profile_sha256 else ", striped without this profile (--force)"
+        console.note(f"{folder} is this pack already{striped}; nothing to do")
     else:
         for line in plan.lines():
             console.note(line)
-    with console.progress("experts", plan.spec.num_records) as bar:
-        manifest = build_pack(plan, force, bar.advance)
+        with console.progress("experts", plan.spec.num_records) as bar:
+            manifest = build_pack(plan, force, bar.advance)
     return {
         "path": str(folder),
         "encoding": manifest.encoding,

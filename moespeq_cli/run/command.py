@@ -204,7 +204,7 @@ def _print_plan(plan: MemoryPlan) -> None:
 def _dry_run(pack: Pack, settings: RunSettings, as_json: bool) -> None:
     import dataclasses
 
-    from runtime.engine import plan_run
+    from runtime.run_plan import plan_run
 
     plan = plan_run(pack, settings)
     if as_json:
@@ -227,8 +227,9 @@ def _answer(
 ) -> None:
     from moespeq_cli.run import output
     from moespeq_cli.run.session import Session, answer_all
-    from runtime.engine import Engine, plan_run
+    from runtime.engine import Engine
     from runtime.model.tokenizer import load_tokenizer
+    from runtime.run_plan import plan_run
 
     output.prepare_stdout()
     plan = plan_run(pack, settings)
@@ -248,12 +249,17 @@ def _answer(
             else:
                 output.write_piece("\n")
 
-        if not answer_all(session, prompts, (lambda text: None) if as_json else output.write_piece, done):
+        piece = (lambda text: None) if as_json else output.write_piece
+        refused = answer_all(session, prompts, piece, done, go_on=as_json)
+        if not results:
             console.note("no prompts came in")
         report = engine.report() | {"finished": True, "results": results}
     if stats is not None:
         output.write_figures(stats, report)
     _summarise(report)
+    if refused:
+        console.note(f"{refused} of {len(results)} prompts could not be answered; their results say why")
+        raise typer.Exit(1)
 
 
 def _summarise(report: dict[str, Any]) -> None:

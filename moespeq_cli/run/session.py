@@ -12,6 +12,7 @@ from runtime.artifacts.pack import Pack
 from runtime.decode.sampling import SamplingSettings
 from runtime.decode.text import TextStream, stop_ids
 from runtime.engine import Engine, Request
+from runtime.errors import InputError, PlanError
 
 Piece = Callable[[str], None]
 
@@ -88,11 +89,36 @@ def declared_stop_ids(pack: Pack, tokenizer: Any) -> frozenset[int]:
 
 
 def answer_all(
-    session: Session, prompts: Iterator[Prompt], piece: Piece, done: Callable[[dict[str, Any]], None]
+    session: Session,
+    prompts: Iterator[Prompt],
+    piece: Piece,
+    done: Callable[[dict[str, Any]], None],
+    go_on: bool,
 ) -> int:
-    """Answer every prompt; returns how many there were."""
-    count = 0
+    """Answer every prompt.
+
+    Args:
+        session: what answers.
+        prompts: in order.
+        piece: called with pieces of text.
+        done: called with each result.
+        go_on: give a prompt that cannot be answered (empty, too long) a result with `error` and answer the others.
+
+    Returns:
+        How many prompts could not be answered.
+
+    Raises:
+        InputError, PlanError: a prompt cannot be answered and `go_on` is not set.
+    """
+    refused = 0
     for prompt in prompts:
-        done(session.answer(prompt, piece))
-        count += 1
-    return count
+        try:
+            result = session.answer(prompt, piece)
+        except (InputError, PlanError) as error:
+            if not go_on:
+                raise
+            refused += 1
+            result = {"id": prompt.id} if prompt.id is not None else {}
+            result["error"] = {"expected": error.expected, "found": error.found, "mend": error.mend}
+        done(result)
+    return refused

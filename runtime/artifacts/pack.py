@@ -69,7 +69,7 @@ class Pack:
 
     @classmethod
     def open(cls, folder: str | Path, verify: bool = False) -> Pack:
-        """Open a pack and check its manifest, the size of every file and the index.
+        """Open a pack and check its manifest, the size of every file, the index, and the model's small files whole.
 
         Args:
             folder: what `moespeq pack` printed.
@@ -82,6 +82,8 @@ class Pack:
         manifest = load_manifest(place, PackManifest)
         _check_manifest(manifest, place)
         check_files(place, manifest.files, PackManifest.KIND, contents=verify)
+        small = {name: entry for name, entry in manifest.files.items() if not name.endswith(".safetensors")}
+        check_files(place, small, PackManifest.KIND, contents=True)
         records = load_index(place / RECORDS)
         for side, entries in records.items():
             _index_rules(manifest, side).check(entries, place / RECORDS)
@@ -152,6 +154,14 @@ class Pack:
         """
         entry = self.records["target"][key]
         return ENCODINGS[entry.encoding].decode(buffer, entry.payload_bytes, self.target_layout, draft)
+
+    def check_dense(self) -> None:
+        """Compare the dense tensors with their checksum.
+
+        Raises:
+            ArtifactError: `dense.safetensors` has changed.
+        """
+        check_files(self.folder, {DENSE: self.manifest.files[DENSE]}, PackManifest.KIND, contents=True)
 
     def dense_names(self) -> list[str]:
         """Tensors outside the routed experts, by their names in the source."""

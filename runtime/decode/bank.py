@@ -17,7 +17,7 @@ from runtime.model.experts import ExpertMath, assignments, combine, rows_of
 
 INT4_GROUPS = (32, 64, 128, 256)
 INT4_MAX_TOKENS = 4
-"""Above so many tokens of one expert, dequantising once and a dense product is faster (docs/benchmarks)."""
+"""Tokens that one call of the INT4 kernel takes; drafting has one, and the kernel slows down above this number."""
 
 
 class Linear(Protocol):
@@ -103,13 +103,22 @@ def make_linear(views: dict[str, Tensor], name: str, fmt: LinearFormat, dtype: t
     scales = views[f"{name}.scales"].clone()
     columns = scales.shape[1] * fmt.group_size
     codes = CodesLinear(views[f"{name}.codes"].clone(), scales, views[f"{name}.zeros"].clone(), columns, bias)
-    if fmt.bits == 4 and fmt.group_size in INT4_GROUPS and scales.shape[0] % 16 == 0 and _int4_available():
+    if _takes_int4_kernel(fmt, scales.shape[0]):
         return Int4Linear(codes, fmt.group_size)
     return codes
 
 
-def _int4_available() -> bool:
-    return hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
+def _takes_int4_kernel(fmt: LinearFormat, rows: int) -> bool:
+    known = hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
+    return known and fmt.bits == 4 and fmt.group_size in INT4_GROUPS and rows % 16 == 0
+
+
+def linear_bytes(fmt: LinearFormat, rows: int, columns: int, dtype: torch.dtype) -> int:
+    """Memory of a [rows, columns] linear in the form that `make_linear` gives it."""
+    if fmt.bits == 0:
+        return rows * columns * dtype.itemsize
+    group_bytes = 4 if _takes_int4_kernel(fmt, rows) else 3  # BF16 scale and offset, or F16 scale and a zero
+    return rows * (columns * fmt.bits // 8 + columns // fmt.group_size * group_bytes)
 
 
 class DraftBank:
@@ -120,7 +129,7 @@ class DraftBank:
         route: experts chosen in the last pass, one list a token in layer order; cleared by `take_route`.
     """
 
-    def __init__(self, pack: Pack, dtype: torch.dtype) -> None:
+    def __init__(self, pack: Pack, dtype: torch.dtype, direct_io: bool = True) -> None:
         """Read all draft records and bring them into the form that computes fastest.
 
         Raises:
@@ -130,7 +139,7 @@ class DraftBank:
         self._chosen: list[Tensor] = []
         self._layers: list[int] = []
         self.num_bytes = 0
-        store = RecordStore(pack.draft_locations())
+        store = RecordStore(pack.draft_locations(), direct=direct_io)
         slots = SlotPool(1, pack.draft_slot_bytes)
         try:
             for key in pack.spec.expert_keys():
@@ -164,8 +173,12 @@ class DraftBank:
     def take_route(self) -> list[list[ExpertKey]]:
         """The experts of each token of the last pass, in layer order; forgets them."""
         rows = route_rows(self._layers, self._chosen)
-        self._layers, self._chosen = [], []
+        self.forget_route()
         return rows
+
+    def forget_route(self) -> None:
+        """Drop what was recorded."""
+        self._layers, self._chosen = [], []
 
 
 def route_rows(layers: list[int], chosen: list[Tensor]) -> list[list[ExpertKey]]:

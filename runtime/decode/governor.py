@@ -31,7 +31,7 @@ class Measured:
         self.row_s = _smooth(self.row_s, seconds / rows)
 
     def judged(self, tried: int, accepted: int) -> None:
-        """Of `tried` proposals the first `accepted` were right."""
+        """Of `tried` proposals that met the target's choice, verified or compared, the first `accepted` were right."""
         while len(self._acceptance) < tried:
             self._acceptance.append(_PRIOR_ACCEPTANCE)
         for place in range(min(accepted + 1, tried)):

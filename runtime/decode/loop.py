@@ -165,7 +165,7 @@ class SpeculativeLoop:
         """
         j = self._governor.choose(self._situation(tail, left, settings))
         inputs = [tokens[-1], *(proposal.token for proposal in tail.proposals[:j])]
-        position, decided, agreed = len(tokens) - 1, list[int](), True
+        position, decided, agreed, drafted = len(tokens) - 1, list[int](), True, len(tail.proposals)
         for start in range(0, len(inputs), MAX_ROWS):
             part = inputs[start : start + MAX_ROWS]
             self._announce(tail, settings, pass_rows=len(part))
@@ -177,8 +177,9 @@ class SpeculativeLoop:
                     break
             if not agreed:
                 break
-        accepted = min(len(decided) - (not agreed), j)
-        self._measured.judged(j, accepted)
+        right = len(decided) - (not agreed)
+        accepted = min(right, j)
+        self._measured.judged(min(len(decided), drafted), right)
         self._governor.observe(j, accepted)
         self._stats.round_done(j, accepted)
         return decided

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from runtime.errors import InputError
 
 RULES = ("coupled", "rejection")
 _NOISE, _DRAFT, _ACCEPT, _RESAMPLE = range(4)
+_LIKELY = 1024  # tokens among which top-p is looked for first
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class Chooser:
 
     def __init__(self, settings: SamplingSettings) -> None:
         self.settings = settings
-        self._generator = torch.Generator()
+        self._noise: dict[int, Tensor] = {}  # of drafted positions, until the target has taken its turn
 
     def draft(self, logits: Tensor, position: int) -> Proposal:
         """The draft's proposal for a position, from its logits [vocab_size]."""
@@ -76,7 +78,7 @@ class Chooser:
             return Proposal(int(logits.argmax()))
         probs = self.distribution(logits)
         if self.settings.rule == "coupled":
-            return Proposal(self._gumbel_max(probs, position))
+            return Proposal(self._gumbel_max(probs, position, last_use=False))
         return Proposal(self._draw(probs, position, _DRAFT), probs)
 
     def target(self, logits: Tensor, position: int, proposal: Proposal | None) -> int:
@@ -85,7 +87,7 @@ class Chooser:
             return int(logits.argmax())
         probs = self.distribution(logits)
         if self.settings.rule == "coupled":
-            return self._gumbel_max(probs, position)
+            return self._gumbel_max(probs, position, last_use=True)
         if proposal is None or proposal.probs is None:
             return self._draw(probs, position, _RESAMPLE)
         ratio = probs[proposal.token] / proposal.probs[proposal.token]
@@ -97,20 +99,19 @@ class Chooser:
     def distribution(self, logits: Tensor) -> Tensor:
         """float64 [vocab_size]: softmax at the temperature, cut by top-k, then by top-p, and made to sum to 1."""
         settings = self.settings
-        scaled = logits.double() / settings.temperature
+        scaled = (logits.double() - logits.max()) / settings.temperature
         if 0 < settings.sample_top_k < scaled.numel():
             lowest = scaled.topk(settings.sample_top_k).values[-1]
             scaled = scaled.masked_fill(scaled < lowest, float("-inf"))
         probs = scaled.softmax(dim=-1)
-        if settings.top_p < 1:
-            ordered, index = probs.sort(descending=True, stable=True)
-            beyond = ordered.cumsum(dim=-1) - ordered >= settings.top_p
-            probs = probs.index_fill(0, index[beyond], 0.0)
-            probs = probs / probs.sum()
-        return probs
+        return _nucleus(probs, settings.top_p) if settings.top_p < 1 else probs
 
-    def _gumbel_max(self, probs: Tensor, position: int) -> int:
-        noise = -torch.log(-torch.log(self._uniform(probs.numel(), position, _NOISE)))
+    def _gumbel_max(self, probs: Tensor, position: int, last_use: bool) -> int:
+        noise = self._noise.pop(position, None) if last_use else self._noise.get(position)
+        if noise is None:
+            noise = -torch.log(-torch.log(self._uniform(probs.numel(), position, _NOISE)))
+            if not last_use:
+                self._noise[position] = noise
         return int((probs.log() + noise).argmax())
 
     def _draw(self, probs: Tensor, position: int, purpose: int) -> int:
@@ -118,13 +119,19 @@ class Chooser:
         return min(int(torch.searchsorted(probs.cumsum(dim=-1), mark)[0]), int(probs.nonzero()[-1]))
 
     def _uniform(self, count: int, position: int, purpose: int) -> Tensor:
-        self._generator.manual_seed(_mix(self.settings.seed, position, purpose))
-        return torch.rand(count, dtype=torch.float64, generator=self._generator).clamp_(1e-300, 1 - 2**-53)
+        """float64 [count] in (0, 1), a stream of its own for each seed, position and purpose."""
+        philox = np.random.Philox(key=[self.settings.seed, 4 * position + purpose])
+        return torch.from_numpy(np.random.Generator(philox).random(count)).clamp_(1e-300, 1 - 2**-53)
 
 
-def _mix(seed: int, position: int, purpose: int) -> int:
-    """A 63-bit seed that differs in all bits for neighbouring positions (the finaliser of SplitMix64)."""
-    value = (seed * 0x9E3779B97F4A7C15 + position * 4 + purpose + 1) & (2**64 - 1)
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return (value ^ (value >> 31)) >> 1
+def _nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """The most likely tokens that together reach `top_p`, made to sum to 1; the rest 0."""
+    count = probs.numel()
+    index = torch.arange(count)
+    if count > _LIKELY and (likely := probs.topk(_LIKELY)).values.sum() >= top_p:
+        index = likely.indices.sort().values
+    values, order = probs[index].sort(descending=True, stable=True)  # of equals the first comes first
+    index = index[order]
+    keep = values.cumsum(dim=-1) - values < top_p
+    kept = torch.zeros_like(probs).index_copy_(0, index[keep], values[keep])
+    return kept / kept.sum()

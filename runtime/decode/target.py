@@ -19,7 +19,11 @@ class TargetExperts:
     does not depend on which experts were resident, nor on how many fit at once.
     """
 
-    def __init__(self, pack: Pack, cache: ExpertCache, dtype: torch.dtype) -> None:
+    def __init__(
+        self, pack: Pack, cache: ExpertCache, dtype: torch.dtype, trace: list[list[ExpertKey]] | None = None
+    ) -> None:
+        """`trace` is given every demand: a block's experts together, a row's alone, layer by layer."""
+        self._trace = trace
         self._pack = pack
         self._cache = cache
         self._dtype = dtype
@@ -35,6 +39,9 @@ class TargetExperts:
         outputs = hidden.new_empty(*top_k_index.shape, hidden.shape[-1])
         places = assignments(top_k_index)
         keys = [(layer_id, expert_id) for expert_id in places]
+        if self._trace is not None:
+            rows = top_k_index.tolist() if by_row else [places]
+            self._trace.extend([(layer_id, expert_id) for expert_id in row] for row in rows)
         with self._cache.stream(keys) as stream:
             for key, buffer in stream:
                 weights = self._weights(key, buffer)
@@ -56,5 +63,9 @@ class TargetExperts:
     def take_route(self) -> list[list[ExpertKey]]:
         """The experts of each token since the last call, in layer order; forgets them."""
         rows = route_rows(self._layers, self._chosen)
-        self._layers, self._chosen = [], []
+        self.forget_route()
         return rows
+
+    def forget_route(self) -> None:
+        """Drop what was recorded."""
+        self._layers, self._chosen = [], []

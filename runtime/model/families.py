@@ -161,6 +161,7 @@ def describe(checkpoint: Checkpoint) -> MoeSpec:
             found=f"model_type {model_type!r} without routed experts in {checkpoint.folder}",
             mend="pass a Mixture-of-Experts model, such as Qwen1.5-MoE, Mixtral or OLMoE",
         )
+    _check_attention(config, model_type)
     family = FAMILIES.get(model_type, Family())
     index, layers = _find_layout(checkpoint, family)
     num_layers = int(config["num_hidden_layers"])
@@ -180,6 +181,21 @@ def describe(checkpoint: Checkpoint) -> MoeSpec:
     dtype = _check_experts(checkpoint, probe)
     _check_routers(checkpoint, probe)
     return MoeSpec(**{f.name: getattr(probe, f.name) for f in fields(MoeSpec)} | {"dtype": dtype})
+
+
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+def _check_attention(config: dict[str, Any], model_type: str) -> None:
+    """Refuse models whose layers keep a state that is not keys and values: a drafted token could not be taken back."""
+    kinds = config.get("layer_types") or []
+    others = sorted({str(kind) for kind in kinds} - set(_ATTENTION)) if isinstance(kinds, list) else []
+    if others or model_type == "qwen3_next":
+        raise InputError(
+            expected="a model whose layers all have attention over keys and values",
+            found=f"{model_type} with {', '.join(others) or 'linear_attention'} layers",
+            mend="use a model without linear attention; speculation over recurrent state is not supported",
+        )
 
 
 def _first(config: dict[str, Any], names: tuple[str, ...]) -> int:

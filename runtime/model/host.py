@@ -18,6 +18,16 @@ PREFILL_TOKENS = 512
 """Prompt tokens of one prefill pass: bounds the activations, and is the same whatever else is set."""
 
 
+def context_limit(config: dict[str, Any]) -> int:
+    """Positions that a model of this configuration can be run for."""
+    limit = int(config.get("max_position_embeddings") or 2**31)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):
+        original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+        limit = min(limit, int(original or limit))
+    return limit
+
+
 class ExpertBackend(Protocol):
     """Computes the routed experts of one layer."""
 
@@ -84,8 +94,12 @@ class Host:
 
     @property
     def max_context(self) -> int:
-        """Positions that the model was made for."""
-        return int(getattr(self.config, "max_position_embeddings", 2**31))
+        """Positions that the model can be run for.
+
+        Models with long RoPE use other frequencies for texts beyond their original context, for the whole text at once;
+        tokens already in the KV cache would have to be computed again. So they end at the original context here.
+        """
+        return context_limit(self.config.to_dict())
 
     @property
     def dense_bytes(self) -> int:

@@ -38,6 +38,7 @@ class LayerTrace:
 
 
 Observer = Callable[[LayerTrace], None]
+_Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 class StreamedLayer:
@@ -45,8 +46,7 @@ class StreamedLayer:
 
     Attributes:
         layer_id: its true number.
-        experts: its routed experts in canonical form, or None where it is dense. Assigning other weights changes what
-            `forward` computes.
+        is_moe: whether it has routed experts; assigning other `experts` changes what `forward` computes.
     """
 
     def __init__(self, stream: LayerStream, layer_id: int, module: nn.Module) -> None:
@@ -54,12 +54,21 @@ class StreamedLayer:
         self.layer_id = layer_id
         self.module = module
         self.is_moe = layer_id in stream.spec.moe_layers
-        self.experts: LayerExperts | None = (
-            read_layer(stream.checkpoint, stream.spec, layer_id) if self.is_moe else None
-        )
+        self._experts = read_layer(stream.checkpoint, stream.spec, layer_id) if self.is_moe else None
+        self._ready: dict[int, _Weights] = {}
         fused = find_experts(module) if self.is_moe else None
         self._fused: Any = fused
         self.math = ExpertMath(fused) if fused is not None else None
+
+    @property
+    def experts(self) -> LayerExperts | None:
+        """The routed experts in canonical form, in the type they are stored in or were assigned in."""
+        return self._experts
+
+    @experts.setter
+    def experts(self, weights: LayerExperts | None) -> None:
+        self._experts = weights
+        self._ready.clear()
 
     @torch.no_grad()
     def forward(self, hidden: list[Tensor], observe: Observer | None = None) -> list[Tensor]:
@@ -102,14 +111,18 @@ class StreamedLayer:
 
         return compute
 
-    def _weights(self, expert_id: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        assert self.experts is not None
-        one = self.experts.expert(expert_id)
-        gate_up = torch.cat([one.gate_proj, one.up_proj]).to(dtype)
-        bias = None
-        if one.gate_bias is not None and one.up_bias is not None:
-            bias = torch.cat([one.gate_bias, one.up_bias]).to(dtype)
-        return gate_up, one.down_proj.to(dtype), bias, None if one.down_bias is None else one.down_bias.to(dtype)
+    def _weights(self, expert_id: int, dtype: torch.dtype) -> _Weights:
+        """gate_up [2I, H], down [H, I] and their biases in the arithmetic's type, made once a layer."""
+        if expert_id not in self._ready:
+            assert self._experts is not None
+            one = self._experts.expert(expert_id)
+            bias = None
+            if one.gate_bias is not None and one.up_bias is not None:
+                bias = torch.cat([one.gate_bias, one.up_bias]).to(dtype)
+            down_bias = None if one.down_bias is None else one.down_bias.to(dtype)
+            gate_up = torch.cat([one.gate_proj, one.up_proj]).to(dtype)
+            self._ready[expert_id] = gate_up, one.down_proj.to(dtype), bias, down_bias
+        return self._ready[expert_id]
 
 
 class _Catcher(nn.Module):

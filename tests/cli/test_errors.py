@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from runtime.artifacts.pack import Pack
@@ -234,3 +235,28 @@ def test_model_type_that_the_library_does_not_know(moespeq: Command, tmp_path: P
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     done = moespeq("quantize", "--model", tmp_path / "model", "--artifacts", tmp_path / "artifacts")
     assert_refused(done, str(tmp_path / "model"))
+
+
+def test_a_flipped_byte_of_the_dense_weights_is_found(moespeq: Command, damaged: Pack) -> None:
+    place = damaged.dense_info("lm_head.weight").start + 1
+    with (damaged.folder / "dense.safetensors").open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+    assert_refused(moespeq("run", "--pack", damaged.folder, "-p", "a"), "dense.safetensors with sha256")
+
+
+@pytest.mark.parametrize("name", ["model/config.json", "records.json"])
+def test_a_changed_small_file_is_found(moespeq: Command, damaged: Pack, name: str) -> None:
+    text = (damaged.folder / name).read_text(encoding="utf-8")
+    (damaged.folder / name).write_text(text.replace("1", "2", 1), encoding="utf-8")
+    assert_refused(moespeq("run", "--pack", damaged.folder, "-p", "a"), f"{name} with sha256")
+
+
+def test_linear_attention_is_refused_before_any_work(moespeq: Command, tmp_path: Path) -> None:
+    config = {"model_type": "qwen3_next", "num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": ["linear_attention", "full_attention"]}))
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    for stage in ("quantize", "profile"):
+        assert_refused(moespeq(stage, "--model", tmp_path), "linear_attention")

@@ -222,3 +222,19 @@ def test_help_needs_half_a_second_and_no_model_library() -> None:
     assert done.returncode == 0 and all(command in done.stdout for command in ("quantize", "profile", "pack", "run"))
     busy = os.getloadavg()[0] / (os.cpu_count() or 1)  # half a second on a machine that has nothing else to do
     assert min(seconds) < 0.5 * max(1.0, busy), seconds
+
+
+def test_one_prompt_that_cannot_be_answered_leaves_the_others(moespeq: Command, tiny: Pack, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": "a", "id": 1},
+        {"prompt": "b" * 500, "id": 2},
+        {"prompt": " ", "id": 3},
+        {"prompt": "c", "id": 4},
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    done = moespeq("run", "--pack", tiny.folder, "--prompt-file", file, "--json", "-n", 4)
+    answers = results(done.stdout)
+    assert done.status == 1 and [answer["id"] for answer in answers] == [1, 2, 3, 4]
+    assert ["error" in answer for answer in answers] == [False, True, True, False]
+    assert "500 tokens" in answers[1]["error"]["found"] and "2 of 4 prompts" in done.stderr

@@ -13,7 +13,8 @@ from torch import Tensor
 from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
 from runtime.decode.sampling import SamplingSettings
-from runtime.engine import Engine, Request, Route, plan_run
+from runtime.engine import Engine, Request, Route
+from runtime.run_plan import plan_run
 from tests.pack.fixtures import make_pack, save_quantized
 from tests.tiny import make_model, save_model
 

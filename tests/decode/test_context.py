@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
 from runtime.decode.sampling import SamplingSettings
-from runtime.engine import Engine, Request, context_room, plan_run
-from runtime.errors import InputError, MoespeqError
+from runtime.engine import Engine, Request, context_room
+from runtime.errors import InputError, MoespeqError, PlanError
+from runtime.run_plan import plan_run
 from tests.decode.conftest import PackOf
-from tests.decode.packs import assert_same, decode, prompt_of
+from tests.decode.packs import assert_same, build, decode, prompt_of
 
 WINDOW = {"prefetch_window": 8, "verify_window": 8, "governor": "fixed"}
 
@@ -98,7 +100,7 @@ def test_without_stop_ids_the_chain_goes_on(scripted: Pack) -> None:
 def test_plan_is_what_the_run_takes(pack_of: PackOf, kind: str, dtype: str) -> None:
     """Planned bytes are allocated bytes, in the type of the arithmetic whatever the type on disk."""
     pack = pack_of(kind, torch.bfloat16)
-    report = decode(pack, prompt_of(100), 27, slots=3, dtype=dtype).report
+    report = decode(pack, prompt_of(100), 28, slots=3, dtype=dtype).report
     measured, plan = report["measured_bytes"], report["plan"]
     assert plan["dense_bytes"] == pytest.approx(measured["dense"], rel=0.01)  # some routers stay in float32
     assert plan["draft_bytes"] == measured["draft"]
@@ -122,3 +124,46 @@ def test_draft_alone_says_what_the_draft_proposes(scripted: Pack, pack: Pack) ->
     silent = RunSettings(context=128, speculate=False)
     with Engine(pack, silent, plan_run(pack, silent)) as engine, pytest.raises(InputError, match="with a draft"):
         next(engine.draft_alone(Request([1], 4, frozenset(), SamplingSettings())))
+
+
+def test_a_second_text_on_an_engine_ends_the_first(pack_of: PackOf) -> None:
+    """Both would write to one KV cache; the older one is refused instead of going on with the other's keys."""
+    settings = RunSettings(prefetch_window=4)
+    pack = pack_of("qwen2_moe", torch.float32)
+    with Engine(pack, settings, plan_run(pack, settings)) as engine:
+        first, second = (engine.generate(Request(prompt_of(n), 8, frozenset(), SamplingSettings())) for n in (5, 9))
+        next(first)
+        next(second)
+        with pytest.raises(InputError, match="one text at a time"):
+            list(first)
+        assert len(list(second)) == 7
+
+
+@pytest.mark.parametrize("kind", ["phimoe", "qwen2_moe"])
+def test_long_rope_ends_at_the_original_context(kind: str, tmp_path: Path) -> None:
+    """Beyond it the library rotates the whole text with other factors, those in the KV cache too."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+        "short_mscale": 1.0, "long_mscale": 1.2, "original_max_position_embeddings": 32,
+    }  # fmt: skip
+    pack = build(tmp_path, kind, rope_parameters=rope, original_max_position_embeddings=32)
+    settings = RunSettings()
+    with Engine(pack, settings, plan_run(pack, settings)) as engine:
+        assert engine.max_context == 32
+        with pytest.raises(PlanError, match="context of 32"):
+            next(engine.generate(Request(prompt_of(40), 4, frozenset(), SamplingSettings())))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "gpt_oss", "deepseek_v2"])
+def test_prompts_in_several_blocks_give_the_librarys_text(
+    pack_of: PackOf, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    pack = pack_of(kind, torch.float32)
+    monkeypatch.setattr("runtime.model.host.PREFILL_TOKENS", 16)
+    prompt = prompt_of(70)
+    model = AutoModelForCausalLM.from_pretrained(pack.folder.parent / "model")
+    expected = model.generate(torch.tensor([list(prompt)]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert decode(pack, prompt, 12).tokens == expected[0, 70:].tolist()
+    assert decode(pack, prompt, 12, slots=2, prefetch_window=0).tokens == expected[0, 70:].tolist()

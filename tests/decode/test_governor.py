@@ -90,3 +90,19 @@ def test_unknown_names_and_negative_windows_are_refused() -> None:
         assert make_governor(name, 0).name == name
         with pytest.raises(InputError, match="verify-window"):
             make_governor(name, -1)
+
+
+def test_roofline_recovers_after_a_bad_stretch() -> None:
+    """At j = 0 the target's own next token still meets a proposal, and that is learnt from."""
+    measured = timed(0.001, 0.001)
+    governor = make_governor("roofline", 4)
+
+    def choose() -> int:  # fetching costs the same for all rows: more right proposals a round pay
+        return governor.choose(Situation(8, lambda j: 10**9, 1e9, measured))
+
+    for _ in range(60):
+        measured.judged(1, 0)
+    bad = choose()
+    for _ in range(60):
+        measured.judged(max(choose(), 1), max(choose(), 1))
+    assert choose() == 4 > bad

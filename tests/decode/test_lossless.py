@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
-from runtime.engine import plan_run
 from runtime.errors import PlanError
+from runtime.run_plan import plan_run
 from tests.decode.conftest import PackOf
 from tests.decode.packs import Run, assert_same, build, decode, prompt_of
 

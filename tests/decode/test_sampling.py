@@ -184,3 +184,30 @@ def test_rejection_text_of_a_seed_is_the_same_each_time(pack: Pack) -> None:
     runs = [decode(pack, prompt_of(8), 24, sampling=sampling, prefetch_window=6, verify_window=4) for _ in range(2)]
     assert runs[0].tokens == runs[1].tokens
     assert 0 < runs[0].report["acceptance"] < 1
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_a_tiny_temperature_is_greedy(rule: str) -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0, -5.0])
+    chooser = Chooser(SamplingSettings(temperature=1e-308, rule=rule))
+    assert [chooser.target(logits, position, None) for position in range(5)] == [1] * 5
+
+
+def test_all_bits_of_a_seed_count() -> None:
+    logits = torch.zeros(1000)
+    texts = [
+        [Chooser(SamplingSettings(1.0, seed=seed)).target(logits, position, None) for position in range(8)]
+        for seed in (5, 5 + 2**32, 5 + 2**62)
+    ]
+    assert texts[0] != texts[1] != texts[2] != texts[0]
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+@pytest.mark.parametrize("spread", [0.01, 4.0])
+def test_top_p_of_a_large_vocabulary_keeps_what_a_full_sort_keeps(top_p: float, spread: float) -> None:
+    """Both ways: the likely tokens suffice, and they do not."""
+    logits = spread * torch.randn(5000, generator=torch.Generator().manual_seed(2))
+    kept = Chooser(SamplingSettings(1.0, top_p)).distribution(logits) > 0
+    probs, order = logits.double().softmax(0).sort(descending=True)
+    expected = order[probs.cumsum(0) - probs < top_p]
+    assert set(kept.nonzero()[:, 0].tolist()) == set(expected.tolist())

@@ -50,6 +50,20 @@ def test_prints_the_path_and_says_first_what_it_will_do(model: Path, artifacts: 
     assert "is this pack already" in again.stderr
 
 
+def test_a_profile_that_turned_up_since_leaves_a_finished_pack(model: Path, artifacts: Path) -> None:
+    """The embedded model's first run packs before anything is profiled; the four commands must work after it."""
+    call("--model", model, "--artifacts", artifacts)
+    spec = Pack.open(artifacts / "pack").spec
+    shape = (len(spec.moe_layers), spec.num_experts, spec.num_experts)
+    profile = save_profile(model, artifacts / "profile", torch.ones(shape, dtype=torch.int64))
+    again = call("--model", model, "--artifacts", artifacts)
+    assert (again.exit_code, again.stdout) == (0, f"{artifacts / 'pack'}\n")
+    assert "striped without this profile (--force)" in again.stderr
+    asked = call("--model", model, "--artifacts", artifacts, "--profile", profile)
+    assert isinstance(asked.exception, ArtifactError) and "--force" in asked.exception.mend
+    assert call("--model", model, "--artifacts", artifacts, "--force").exit_code == 0
+
+
 def test_json_is_one_object(model: Path, artifacts: Path, tmp_path: Path) -> None:
     out = tmp_path / "elsewhere"
     result = call("--model", model, "--artifacts", artifacts, "--out", out, "--shards", 3, "--json")
