@@ -58,7 +58,8 @@ def decode(
     _finish(output, {"memory": memory, "windows": grid, "max_new_tokens": max_new_tokens, "prompts": len(asked)})
     print(sweep.memory_table(memory))
     if grid is not None:
-        print(f"\nMB read a token at {window_cache}:\n\n{sweep.window_table(grid, 'bytes_per_token', 1e-6, 2)}")
+        table = sweep.window_table(grid, "total_bytes_per_token", 1e-6, 2)
+        print(f"\nMB read a token at {window_cache}, prompts included:\n\n{table}")
         print(f"\nms a token at {window_cache}:\n\n{sweep.window_table(grid, 'ms_per_token', 1, 1)}")
         print(f"\nhit rate at {window_cache}, per cent:\n\n{sweep.window_table(grid, 'hit_rate', 100, 1)}")
 

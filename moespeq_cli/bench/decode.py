@@ -8,14 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moespeq_cli.bench.bound import check_reads, record_bytes
 from moespeq_cli.bench.prompts import BenchPrompt
 from moespeq_cli.bench.tables import markdown, number, percent
 from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
 from runtime.decode.sampling import SamplingSettings
-from runtime.engine import Engine, Request, plan_run
-from runtime.memory.clairvoyant import belady
-from runtime.memory.location import ExpertKey
+from runtime.engine import Engine, Request
+from runtime.memory.clairvoyant import Trace, belady
+from runtime.run_plan import plan_run
 
 Advance = Callable[[], None]
 
@@ -43,6 +44,21 @@ MODES = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What some runs of one way gave.
+
+    Attributes:
+        figures: medians, their spread, counts.
+        tokens: of every prompt.
+        trace: every demand of the target in the last run, in order, prompts included.
+    """
+
+    figures: dict[str, Any]
+    tokens: list[list[int]]
+    trace: Trace
+
+
 def measure(
     pack: Pack,
     settings: RunSettings,
@@ -50,8 +66,7 @@ def measure(
     max_new_tokens: int,
     stop_ids: frozenset[int],
     repeats: int,
-    keep_trace: bool = False,
-) -> dict[str, Any]:
+) -> Measurement:
     """Decode the prompts and report.
 
     Args:
@@ -61,42 +76,49 @@ def measure(
         max_new_tokens: of each prompt.
         stop_ids: that end a text.
         repeats: whole runs, each with a cache that starts empty; times are medians with their spread.
-        keep_trace: also give the target's routing.
 
-    Returns:
-        Medians, their spread, counts, and the tokens of every prompt under `tokens`.
+    Raises:
+        RuntimeError: a run read less than its own demands need, so that some figure is wrong.
     """
     runs, tokens, trace = [], [], []
     for _ in range(repeats):
-        with Engine(pack, settings, plan_run(pack, settings), keep_trace=keep_trace) as engine:
+        with Engine(pack, settings, plan_run(pack, settings), keep_trace=True) as engine:
             tokens = [
                 list(engine.generate(Request(prompt.ids, max_new_tokens, stop_ids, SamplingSettings())))
                 for prompt in prompts
             ]
-            runs.append(engine.report())
             trace = engine.trace()
+            runs.append(
+                engine.report() | {"fewest_reads": check_reads(trace, engine.plan.num_slots, engine.cache.stats)}
+            )
     times = [run["ms_per_token"] for run in runs]
     middle = sorted(runs, key=lambda run: run["ms_per_token"])[len(runs) // 2]
-    cache = middle["expert_cache"]
-    return {
+    cache, new_tokens = middle["expert_cache"], middle["new_tokens"]
+    figures = {
         "ms_per_token": statistics.median(times),
         "ms_per_token_min": min(times),
         "ms_per_token_max": max(times),
         "bytes_per_token": statistics.median(run["bytes_per_token"] for run in runs),
+        "total_bytes_per_token": cache["read_bytes"] / new_tokens,
+        "own_bound_bytes_per_token": middle["fewest_reads"] * record_bytes(pack) / new_tokens,
         "hit_rate": cache["hit_rate"],
-        "wait_ms_per_token": 1e3 * middle["seconds"]["waiting_for_experts"] / middle["new_tokens"],
+        "wait_ms_per_token": 1e3 * middle["seconds"]["waiting_for_experts"] / new_tokens,
         "acceptance": middle["acceptance"],
         "routing_agreement": middle["routing_agreement"],
         "tokens_per_round": middle["tokens_per_round"],
-        "draft_steps_per_token": middle["draft_steps"] / middle["new_tokens"],
+        "draft_steps_per_token": middle["draft_steps"] / new_tokens,
         "link_utilisation": middle["link_utilisation"],
-        "new_tokens": middle["new_tokens"],
+        "new_tokens": new_tokens,
         "prefill_read_bytes": middle["prefill_read_bytes"],
         "num_slots": middle["plan"]["num_slots"],
         "expert_cache": cache,
-        "tokens": tokens,
-        "trace": trace,
     }
+    return Measurement(figures, tokens, trace)
+
+
+def _require_same_text(found: Measurement, reference: Measurement, what: str) -> None:
+    if found.tokens != reference.tokens:
+        raise RuntimeError(f"{what} changed the text: nothing is reported")
 
 
 def sweep_memory(
@@ -109,26 +131,33 @@ def sweep_memory(
     repeats: int,
     advance: Advance,
 ) -> dict[str, Any]:
-    """Every mode at every cache size, beside the clairvoyant cache on the same routing.
+    """Every mode at every cache size, beside two clairvoyant caches of that size.
+
+    All of them start empty, and prompts count: a demand for each layer of a prompt's block, then for each layer of each
+    row. `clairvoyant_bytes_per_token` is the least that the plain target's demands need, one row a pass, whatever is
+    fetched or evicted when; it is one yardstick for all modes and a bound for those without speculation. A pass of
+    several rows asks for what they share once, so in a cache too small to keep it from row to row a mode with
+    speculation may read less; `own_bound_bytes_per_token` is the least for the passes that the mode did run, rows that
+    were rejected included, and nothing reads less than that.
 
     Raises:
-        AssertionError: a mode gave other tokens than the plain target; nothing is reported then.
+        RuntimeError: a mode gave other tokens than the plain target, or read less than its bound; nothing is reported
+            then.
     """
-    plain = dataclasses.replace(base, expert_cache_size=None, **LRU)
-    reference = measure(pack, plain, prompts, max_new_tokens, stop_ids, 1, keep_trace=True)
-    demands = _demands(reference.pop("trace"))
+    reference = measure(
+        pack, dataclasses.replace(base, expert_cache_size=None, **LRU), prompts, max_new_tokens, stop_ids, 1
+    )
     rows = []
     for cache in caches:
         for mode in MODES:
             settings = dataclasses.replace(base, expert_cache_size=cache, **mode.changes)
             result = measure(pack, settings, prompts, max_new_tokens, stop_ids, repeats)
-            assert result.pop("tokens") == reference["tokens"], f"{mode.name} at {cache} changed the text"
-            del result["trace"]
-            slots = result["num_slots"]
-            bound = belady(demands, slots) * pack.target_slot_bytes / result["new_tokens"]
-            rows.append({"cache": cache, "mode": mode.name, "clairvoyant_bytes_per_token": bound} | result)
+            _require_same_text(result, reference, f"{mode.name} at {cache}")
+            fewest = belady(reference.trace, result.figures["num_slots"])
+            bound = fewest * record_bytes(pack) / result.figures["new_tokens"]
+            rows.append({"cache": cache, "mode": mode.name, "clairvoyant_bytes_per_token": bound} | result.figures)
             advance()
-    return {"rows": rows, "new_tokens": reference["new_tokens"], "same_tokens": True}
+    return {"rows": rows, "new_tokens": reference.figures["new_tokens"], "same_tokens": True}
 
 
 def sweep_windows(
@@ -145,10 +174,11 @@ def sweep_windows(
     """Every tail length with every verification length at one cache size.
 
     Raises:
-        AssertionError: a setting gave other tokens than the plain target.
+        RuntimeError: as in sweep_memory.
     """
-    plain = dataclasses.replace(base, expert_cache_size=None, **LRU)
-    reference = measure(pack, plain, prompts, max_new_tokens, stop_ids, 1)["tokens"]
+    reference = measure(
+        pack, dataclasses.replace(base, expert_cache_size=None, **LRU), prompts, max_new_tokens, stop_ids, 1
+    )
     rows = []
     for window in windows:
         for verify in verifies:
@@ -156,39 +186,37 @@ def sweep_windows(
                 base, expert_cache_size=cache, prefetch_window=window, verify_window=verify, governor="fixed"
             )
             result = measure(pack, settings, prompts, max_new_tokens, stop_ids, 1)
-            assert result.pop("tokens") == reference, f"window {window}, verify {verify} changed the text"
-            del result["trace"]
-            rows.append({"cache": cache, "window": window, "verify": verify} | result)
+            _require_same_text(result, reference, f"window {window}, verify {verify}")
+            rows.append({"cache": cache, "window": window, "verify": verify} | result.figures)
             advance()
     return {"rows": rows, "same_tokens": True}
 
 
-def _demands(rows: Sequence[Sequence[ExpertKey]]) -> list[list[ExpertKey]]:
-    """A row's experts as one demand a layer, the way a pass of one row asks for them."""
-    demands: list[list[ExpertKey]] = []
-    for row in rows:
-        layers: dict[int, list[ExpertKey]] = {}
-        for key in row:
-            layers.setdefault(key[0], []).append(key)
-        demands.extend(layers.values())
-    return demands
-
-
 def memory_table(result: dict[str, Any]) -> str:
-    """The memory sweep as Markdown."""
+    """The memory sweep as Markdown; all reads, those for prompts included, over the new tokens."""
     rows = [
         (
             row["cache"],
             row["mode"],
-            number(row["bytes_per_token"] / 1e6),
+            number(row["total_bytes_per_token"] / 1e6),
             number(row["clairvoyant_bytes_per_token"] / 1e6),
+            number(row["own_bound_bytes_per_token"] / 1e6),
             percent(row["hit_rate"]),
             number(row["wait_ms_per_token"]),
             " ".join((number(row["ms_per_token"], 1), _spread(row))),
         )
         for row in result["rows"]
     ]
-    head = ("cache", "mode", "MB read a token", "clairvoyant", "hits", "waiting, ms a token", "ms a token (spread)")
+    head = (
+        "cache",
+        "mode",
+        "MB read a token, prompts included",
+        "clairvoyant, row by row",
+        "clairvoyant, same passes",
+        "hits",
+        "waiting, ms a token",
+        "ms a token (spread)",
+    )
     return markdown(head, rows)
 
 

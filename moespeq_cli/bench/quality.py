@@ -12,7 +12,8 @@ from moespeq_cli.demo import DOMAINS, answer_of, evaluation_problems
 from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
 from runtime.decode.sampling import SamplingSettings
-from runtime.engine import Engine, Request, plan_run
+from runtime.engine import Engine, Request
+from runtime.run_plan import plan_run
 
 Advance = Callable[[], None]
 
