@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -62,7 +63,7 @@ def write_json(path: Path, value: object) -> None:
     os.replace(part, path)
 
 
-def read_json(path: Path, what: str) -> Any:
+def read_json(path: Path, what: str, mend: str = "run the stage that makes it again") -> Any:
     """Parse a JSON file.
 
     Raises:
@@ -71,13 +72,11 @@ def read_json(path: Path, what: str) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ArtifactError(
-            expected=f"{what} at {path}", found="no such file", mend="run the stage that makes it again"
-        ) from None
+        raise ArtifactError(expected=f"{what} at {path}", found="no such file", mend=mend) from None
+    except OSError as error:
+        raise ArtifactError(expected=f"{what} at {path}", found=str(error.strerror), mend=mend) from error
     except (ValueError, RecursionError) as error:
-        raise ArtifactError(
-            expected=f"{what} at {path} to be JSON", found=f"{error}", mend="run the stage that makes it again"
-        ) from None
+        raise ArtifactError(expected=f"{what} at {path} to be JSON", found=f"{error}", mend=mend) from None
 
 
 def save_manifest(folder: Path, manifest: Any) -> None:
@@ -109,11 +108,10 @@ def load_manifest(folder: Path, cls: type[M]) -> M:
     body = read_json(path, f"the {kind} manifest")
     if not isinstance(body, dict) or body.get("kind") != kind:
         other = body.get("kind") if isinstance(body, dict) else type(body).__name__
-        raise ArtifactError(expected=f"a manifest of kind {kind!r} in {path}", found=repr(other), mend=mend)
-    if body.get("format_version") != FORMAT_VERSION:
-        raise ArtifactError(
-            expected=f"format_version {FORMAT_VERSION} in {path}", found=repr(body.get("format_version")), mend=mend
-        )
+        raise ArtifactError(expected=f"a manifest of kind {kind!r} in {path}", found=f"{other!r:.80}", mend=mend)
+    version = body.get("format_version")
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise ArtifactError(expected=f"format_version {FORMAT_VERSION} in {path}", found=f"{version!r:.80}", mend=mend)
     fields = {name: value for name, value in body.items() if name not in ("kind", "format_version")}
     try:
         return typing.cast(M, parse(cls, fields, "manifest"))
@@ -172,7 +170,7 @@ def parse(kind: Any, value: Any, where: str) -> Any:
         return {k: parse(item, v, f"{where}.{k}") for k, v in value.items()}
     if kind is Any:
         return value
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
     if kind is type(None):
         kind = types.NoneType
@@ -192,11 +190,21 @@ def check_files(folder: Path, files: dict[str, FileEntry], kind: str, contents: 
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ArtifactError(expected=f"file names inside {folder}", found=repr(name), mend=mend)
         path = folder / name
-        found = f"{path.stat().st_size} bytes" if path.is_file() else "no such file"
-        if not path.is_file() or path.stat().st_size != entry.size_bytes:
+        try:
+            size = path.stat().st_size if path.is_file() else None
+        except OSError:  # such as for a name that is too long
+            size = None
+        if size != entry.size_bytes:
+            found = "no such file" if size is None else f"{size} bytes"
             raise ArtifactError(expected=f"{path} of {entry.size_bytes} bytes", found=found, mend=mend)
         if contents and (digest := sha256_file(path)) != entry.sha256:
             raise ArtifactError(expected=f"{path} with sha256 {entry.sha256}", found=f"sha256 {digest}", mend=mend)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Progress:
+    settings: dict[str, Any]
+    done: dict[str, dict[str, Any]]
 
 
 class Journal:
@@ -206,14 +214,14 @@ class Journal:
         """Start or resume.
 
         Raises:
-            ArtifactError: the folder holds work begun with other settings.
+            ArtifactError: the folder holds work begun with other settings, or no readable record of it.
         """
         self.path = folder / PROGRESS
         self.settings = json.loads(json.dumps(settings))
         self.done: dict[str, dict[str, Any]] = {}
         if self.path.is_file():
-            body = read_json(self.path, "the progress file")
-            before = body.get("settings", {}) if isinstance(body, dict) else {}
+            progress = self._read()
+            before = progress.settings
             for name in sorted({*before, *self.settings}):
                 if before.get(name) != self.settings.get(name):
                     raise ArtifactError(
@@ -221,7 +229,7 @@ class Journal:
                         found=f"{self.settings.get(name)!r:.80}",
                         mend="repeat the command with the same settings, or start over with --force",
                     )
-            self.done = dict(body.get("done", {}))
+            self.done = progress.done
         else:
             self._write()
 
@@ -233,6 +241,15 @@ class Journal:
     def finish(self) -> None:
         """Forget the progress; the manifest now stands for the work."""
         self.path.unlink(missing_ok=True)
+
+    def _read(self) -> _Progress:
+        mend = "start over with --force"
+        try:
+            return typing.cast(_Progress, parse(_Progress, read_json(self.path, "a progress file", mend), "progress"))
+        except _Mismatch as mismatch:
+            raise ArtifactError(
+                expected=f"{mismatch.expected} in {self.path}", found=mismatch.found, mend=mend
+            ) from None
 
     def _write(self) -> None:
         write_json(self.path, {"settings": self.settings, "done": self.done})
@@ -309,7 +326,12 @@ def _is_at(handle: TextIO, path: Path) -> bool:
 
 def _half_cleared(folder: Path) -> bool:
     """Whether a removal was stopped there; with the manifest still in place it has not begun."""
-    return not is_finished(folder) and (folder / PROGRESS).is_file() and read_json(folder / PROGRESS, "") == CLEARING
+    if is_finished(folder) or not (folder / PROGRESS).is_file():
+        return False
+    try:
+        return bool(read_json(folder / PROGRESS, "a progress file") == CLEARING)
+    except ArtifactError:
+        return False  # the journal will say what is wrong with it
 
 
 def _clear(folder: Path) -> None:
