@@ -83,9 +83,9 @@ def test_busy_time_grows_while_the_link_is_never_idle() -> None:
         settle(cache, lambda: resident(cache, F))
         time.sleep(0.05)
         assert cache.stats.link_busy_s <= time.perf_counter() - started - 0.05  # idle time does not count
-        idle_after = cache.stats.link_busy_s
+        before_s, started = cache.stats.link_busy_s, time.perf_counter()
         serve(cache, [E])
-        assert 0.02 <= cache.stats.link_busy_s - idle_after < 0.07
+        assert 0.02 <= cache.stats.link_busy_s - before_s <= time.perf_counter() - started
 
 
 def test_checksums_of_first_reads_are_no_link_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,9 +101,9 @@ def test_checksums_of_first_reads_are_no_link_time(tmp_path: Path, monkeypatch: 
         RecordStore(locations) as store,
         ExpertCache(store, SlotPool(3, store.max_record_bytes), make_policy("lru"), 1) as cache,
     ):
+        started = time.perf_counter()
         assert len(list(cache.stream([A, B, C]))) == 3
-        assert cache.stats.wait_s >= 0.15
-        assert 0 < cache.stats.link_busy_s < 0.1
+        assert 0 < cache.stats.link_busy_s <= time.perf_counter() - started - 0.15
         assert cache.stats.link_busy_s == pytest.approx(cache.stats.read_s, abs=0.001)  # one reader
 
 
