@@ -112,7 +112,7 @@ class Engine:
             draft=self if self._bank is not None else None,
             experts=self.cache,
             chooser=Chooser(request.sampling),
-            predictor=make_predictor("draft" if settings.prefetch == "none" else settings.prefetch),
+            predictor=make_predictor(settings.prefetch),
             governor=make_governor(_governor(settings, request.sampling), settings.verify_window),
             stats=self.stats,
         )
