@@ -127,7 +127,8 @@ def _numbers(text: str) -> list[int]:
 
 def _finish(output: Path | None, result: dict[str, Any]) -> None:
     from moespeq_cli.bench.environment import environment
-    from runtime.artifacts.manifest import write_guard, write_json
+    from runtime.artifacts.folder import write_guard
+    from runtime.artifacts.manifest import write_json
 
     if output is not None:
         with write_guard("the figures", output.parent):

@@ -18,18 +18,16 @@ from moespeq_cli.pack.encode import encode_expert
 from moespeq_cli.pack.plan import PackPlan
 from moespeq_cli.pack.report import make_report
 from moespeq_cli.pack.shards import ShardWriter
+from runtime.artifacts.folder import check_free_space, claim_output, write_guard
 from runtime.artifacts.manifest import (
     PROGRESS,
     FileEntry,
     Journal,
     check_files,
-    check_free_space,
-    claim_output,
     is_finished,
     load_manifest,
     save_manifest,
     sha256_bytes,
-    write_guard,
     write_json,
 )
 from runtime.artifacts.pack import (

@@ -14,17 +14,8 @@ from moespeq_cli import console
 from moespeq_cli.profile import charts, pictures, report
 from moespeq_cli.profile.measure import NEXT_LAYER_TOKENS, Measurement, TextSequence, measure
 from runtime.artifacts.checkpoint import Checkpoint
-from runtime.artifacts.manifest import (
-    MANIFEST,
-    FileEntry,
-    check_free_space,
-    claim_output,
-    is_finished,
-    save_manifest,
-    sha256_bytes,
-    sha256_file,
-    write_guard,
-)
+from runtime.artifacts.folder import check_free_space, claim_output, refuse_other_kind, write_guard
+from runtime.artifacts.manifest import MANIFEST, FileEntry, is_finished, save_manifest, sha256_bytes, sha256_file
 from runtime.artifacts.profile import ROUTING, Profile, ProfileManifest
 from runtime.artifacts.quantized import Quantized
 from runtime.errors import ArtifactError, InputError
@@ -126,6 +117,7 @@ def find_identical(out: Path, job: ProfileJob, force: bool) -> Profile | None:
     Raises:
         ArtifactError: another artifact is there, and it is not to be replaced.
     """
+    refuse_other_kind(out, ProfileManifest.KIND)
     if force or not is_finished(out):
         return None
     try:

@@ -17,18 +17,15 @@ from moespeq_cli.quantize.plan import Plan, QuantizeOptions, make_plan, plan_lin
 from moespeq_cli.quantize.report import LinearReport, build_report, mean_output_error
 from moespeq_cli.quantize.solver import make_solver, pick_device
 from runtime.artifacts.checkpoint import Checkpoint
+from runtime.artifacts.folder import check_free_space, claim_output, refuse_other_kind, write_guard
 from runtime.artifacts.manifest import (
     PROGRESS,
     FileEntry,
     Journal,
     check_files,
-    check_free_space,
-    claim_output,
     is_finished,
     load_manifest,
-    read_json,
     save_manifest,
-    write_guard,
     write_json,
 )
 from runtime.artifacts.quantized import Calibration, QuantizedManifest
@@ -154,17 +151,7 @@ def _refuse_strangers(out: Path) -> None:
                 found=f"other files ({', '.join(others[:3])})",
                 mend="choose another --out",
             )
-    if is_finished(out) and (kind := _kind(out)) != QuantizedManifest.KIND:
-        raise ArtifactError(
-            expected=f"a quantized artifact, or nothing, at {out}",
-            found=f"an artifact of kind {kind!r}",
-            mend="choose another --out",
-        )
-
-
-def _kind(out: Path) -> object:
-    body = read_json(out / "manifest.json", "a manifest")
-    return body.get("kind") if isinstance(body, dict) else None
+    refuse_other_kind(out, QuantizedManifest.KIND)
 
 
 def _already_there(work: Work, say: Callable[[str], None]) -> QuantizedManifest:

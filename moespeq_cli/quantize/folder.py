@@ -14,7 +14,8 @@ from torch import Tensor
 
 from moespeq_cli.quantize.plan import Plan, QuantizeOptions
 from runtime.artifacts.checkpoint import Checkpoint
-from runtime.artifacts.manifest import FileEntry, write_guard, write_json
+from runtime.artifacts.folder import write_guard
+from runtime.artifacts.manifest import FileEntry, write_json
 from runtime.errors import ArtifactError
 from runtime.model.families import MoeSpec, dense_names
 

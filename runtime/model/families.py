@@ -266,13 +266,21 @@ def _check_experts(checkpoint: Checkpoint, spec: MoeSpec) -> str:
 
 
 def _check_routers(checkpoint: Checkpoint, spec: MoeSpec) -> None:
+    """Every layer with experts has a router, and every layer with a router has experts."""
     present = {memory_name(spec, name) for name in checkpoint.tensors}
-    for layer in spec.moe_layers:
+    for layer in range(spec.num_layers):
         options = [f"model.layers.{layer}.{router}" for router in spec.family.routers]
-        if not any(option in present for option in options):
+        routers = [option for option in options if option in present]
+        if layer in spec.moe_layers and not routers:
             raise InputError(
                 expected=f"the router of layer {layer} ({' or '.join(options)}) in {checkpoint.folder}",
                 found="no tensor of those names",
+                mend="download or copy the model again",
+            )
+        if layer not in spec.moe_layers and routers:
+            raise InputError(
+                expected=f"the experts that {routers[0]} routes to, in {checkpoint.folder}",
+                found=f"no expert tensor of layer {layer}",
                 mend="download or copy the model again",
             )
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from runtime.artifacts.checkpoint import INDEX, Checkpoint
 from runtime.errors import InputError
-from runtime.model.families import describe
+from runtime.model.families import describe, expert_tensor_names
 from tests.tiny import save_tiny
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -259,3 +259,16 @@ def test_a_layer_of_another_shape_is_named(whole: tuple[str, Path], tmp_path: Pa
         describe(Checkpoint.open(target))
     assert caught.value.expected == f"{name} of shape {shape}, as config.json says"
     assert caught.value.found == str([*shape[:-1], shape[-1] - 8])
+
+
+@pytest.mark.parametrize("kind", ["granitemoe", "qwen3_moe", "mixtral", "gpt_oss"])
+def test_a_router_without_experts_is_refused(kind: str, tmp_path: Path) -> None:
+    """A layer that lost all of its expert tensors must not pass for a dense one (H09)."""
+    source = save_tiny(kind, tmp_path / "model")
+    tensors = load_file(source / "model.safetensors")
+    spec = describe(Checkpoint.open(source))
+    for name in expert_tensor_names(spec, 1):
+        del tensors[name]
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match="no expert tensor of layer 1"):
+        describe(Checkpoint.open(source))

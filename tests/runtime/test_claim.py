@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from runtime.artifacts.manifest import Journal, claim_output, is_finished
+from runtime.artifacts.folder import claim_output
+from runtime.artifacts.manifest import Journal, is_finished
 from runtime.errors import ArtifactError, StorageError
 from tests.kills import Killed, after_removal
 
@@ -125,7 +126,7 @@ def test_a_filesystem_without_locks_is_named(tmp_path: Path, monkeypatch: pytest
 CONTENDER = """
 import sys
 from pathlib import Path
-from runtime.artifacts.manifest import claim_output
+from runtime.artifacts.folder import claim_output
 from runtime.errors import ArtifactError
 folder, turns = Path(sys.argv[1]), 0
 while turns < 200:
