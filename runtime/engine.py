@@ -143,7 +143,7 @@ class Engine:
         room = self._begin(request)
         text = self._texts
         self.host.prefill(request.prompt[:-1], self._bank)
-        self._bank.forget_route()
+        self._bank.routes.forget()
         chooser, token = Chooser(request.sampling), request.prompt[-1]
         for position in range(len(request.prompt) - 1, len(request.prompt) - 1 + room):
             token = chooser.draft(self.step(token, position)[0], position + 1).token
@@ -181,18 +181,18 @@ class Engine:
         fetch_rows = 0 if self.settings.prefetch == "none" else None
         self.cache.announce([spec.expert_keys()] if most else [], fetch_rows)
         self.host.prefill(tokens, self._experts)
-        self._experts.forget_route()
+        self._experts.routes.forget()
 
     def rows(self, tokens: Sequence[int], position: int) -> tuple[Tensor, list[Route]]:
         """The loop's target: exact logits and routing of a few rows."""
         logits = self.host.rows(tokens, position, self._experts)
-        return logits, self._experts.take_route()
+        return logits, self._experts.routes.take()
 
     def step(self, token: int, position: int) -> tuple[Tensor, Route]:
         """The loop's draft: logits after one token, and its routing."""
         assert self._bank is not None
         logits = self.host.rows([token], position, self._bank)
-        return logits[0], self._bank.take_route()[0]
+        return logits[0], self._bank.routes.take()[0]
 
     def trace(self) -> list[list[ExpertKey]]:
         """Every demand of the target, in order, where `keep_trace` was set."""

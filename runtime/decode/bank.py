@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from runtime.artifacts.pack import Pack
 from runtime.artifacts.record import LinearFormat, unpack_codes
+from runtime.decode.route import RouteLog
 from runtime.memory.location import ExpertKey
 from runtime.memory.slots import SlotPool
 from runtime.memory.store import RecordStore
@@ -126,7 +127,7 @@ class DraftBank:
 
     Attributes:
         num_bytes: memory that it takes.
-        route: experts chosen in the last pass, one list a token in layer order; cleared by `take_route`.
+        routes: experts chosen since they were last taken.
     """
 
     def __init__(self, pack: Pack, dtype: torch.dtype, direct_io: bool = True) -> None:
@@ -136,8 +137,7 @@ class DraftBank:
             ArtifactError: a record fails its checksum or its file is cut.
         """
         self._experts: dict[ExpertKey, tuple[Linear, Linear]] = {}
-        self._chosen: list[Tensor] = []
-        self._layers: list[int] = []
+        self.routes = RouteLog()
         self.num_bytes = 0
         store = RecordStore(pack.draft_locations(), direct=direct_io)
         slots = SlotPool(1, pack.draft_slot_bytes)
@@ -156,8 +156,7 @@ class DraftBank:
         self, layer_id: int, math: ExpertMath, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, by_row: bool
     ) -> Tensor:
         """See `ExpertBackend.compute`; the draft's bits may depend on the batch, its routing is recorded."""
-        self._layers.append(layer_id)
-        self._chosen.append(top_k_index)
+        self.routes.record(layer_id, top_k_index)
         outputs = hidden.new_empty(*top_k_index.shape, hidden.shape[-1])
         if len(top_k_index) == 1:
             for place, expert_id in enumerate(top_k_index[0].tolist()):
@@ -169,24 +168,3 @@ class DraftBank:
             tokens, choice = rows_of(pairs)
             outputs[tokens, choice] = down(math.gate(gate_up(hidden[tokens])))
         return combine(outputs, top_k_weights)
-
-    def take_route(self) -> list[list[ExpertKey]]:
-        """The experts of each token of the last pass, in layer order; forgets them."""
-        rows = route_rows(self._layers, self._chosen)
-        self.forget_route()
-        return rows
-
-    def forget_route(self) -> None:
-        """Drop what was recorded."""
-        self._layers, self._chosen = [], []
-
-
-def route_rows(layers: list[int], chosen: list[Tensor]) -> list[list[ExpertKey]]:
-    """Per-layer choices [T, k] as one list of (layer_id, expert_id) a token, in layer order."""
-    rows: list[list[ExpertKey]] = []
-    for layer_id, index in zip(layers, chosen, strict=True):
-        for row, experts in enumerate(index.tolist()):
-            if row == len(rows):
-                rows.append([])
-            rows[row].extend((layer_id, expert_id) for expert_id in experts)
-    return rows

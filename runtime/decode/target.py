@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from runtime.artifacts.pack import Pack
-from runtime.decode.bank import route_rows
+from runtime.decode.route import RouteLog
 from runtime.memory.cache import ExpertCache
 from runtime.memory.location import ExpertKey
 from runtime.model.experts import ExpertMath, assignments, combine, rows_of
@@ -27,15 +27,13 @@ class TargetExperts:
         self._pack = pack
         self._cache = cache
         self._dtype = dtype
-        self._layers: list[int] = []
-        self._chosen: list[Tensor] = []
+        self.routes = RouteLog()
 
     def compute(
         self, layer_id: int, math: ExpertMath, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, by_row: bool
     ) -> Tensor:
         """See `ExpertBackend.compute`."""
-        self._layers.append(layer_id)
-        self._chosen.append(top_k_index)
+        self.routes.record(layer_id, top_k_index)
         outputs = hidden.new_empty(*top_k_index.shape, hidden.shape[-1])
         places = assignments(top_k_index)
         keys = [(layer_id, expert_id) for expert_id in places]
@@ -59,13 +57,3 @@ class TargetExperts:
         return {
             name: tensor if tensor.dtype == self._dtype else tensor.to(self._dtype) for name, tensor in tensors.items()
         }
-
-    def take_route(self) -> list[list[ExpertKey]]:
-        """The experts of each token since the last call, in layer order; forgets them."""
-        rows = route_rows(self._layers, self._chosen)
-        self.forget_route()
-        return rows
-
-    def forget_route(self) -> None:
-        """Drop what was recorded."""
-        self._layers, self._chosen = [], []
