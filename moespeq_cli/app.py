@@ -18,7 +18,7 @@ from runtime.threads import sleep_between_operations
 
 app = typer.Typer(
     name="moespeq",
-    help="Run Mixture-of-Experts models bigger than the accelerator, with the output of the unquantised model",
+    help="Run Mixture-of-Experts models bigger than memory, with the output of the unquantised model",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -59,6 +59,9 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(130) from None
     except BrokenPipeError:
         sys.stderr.close()
+        raise SystemExit(1) from None
+    except PermissionError as error:
+        console.note(f"error: expected access to {error.filename}; found {error.strerror}\nhint: check its permissions")
         raise SystemExit(1) from None
 
 

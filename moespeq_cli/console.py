@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
+
+from runtime.errors import StorageError
 
 stderr = Console(stderr=True, highlight=False)
 
@@ -61,13 +64,34 @@ def note(text: str) -> None:
 
 def emit(value: Path | dict[str, Any], as_json: bool) -> None:
     """Print a command's result on stdout: the path it made, or one JSON object."""
-    if isinstance(value, Path):
-        print(json.dumps({"path": str(value)}) if as_json else value)
-    elif as_json:
-        print(json.dumps(value, ensure_ascii=not _utf8()))
+    if as_json:
+        body = {"path": str(value)} if isinstance(value, Path) else value
+        write(json.dumps(body, ensure_ascii=not _utf8()) + "\n")
     else:
-        print(value["path"])
-    sys.stdout.flush()
+        write(f"{value if isinstance(value, Path) else value['path']}\n")
+
+
+def write(text: str) -> None:
+    """Text on stdout, at once.
+
+    Raises:
+        StorageError: stdout is closed, or a file that cannot take it.
+    """
+    if sys.stdout is None:
+        raise StorageError(expected="an open standard output", found="a closed one", mend="leave it open")
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        with contextlib.suppress(OSError, ValueError):  # or the interpreter tries the same write again at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise StorageError(
+            expected="to write to standard output",
+            found=error.strerror or str(error),
+            mend="free some space there, or send the output elsewhere",
+        ) from error
 
 
 def _utf8() -> bool:

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, astuple
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from moespeq_cli.pack.encode import encode_expert
 from moespeq_cli.pack.plan import PackPlan
 from moespeq_cli.pack.report import make_report
 from moespeq_cli.pack.shards import ShardWriter
-from runtime.artifacts.folder import check_free_space, claim_output, write_guard
+from runtime.artifacts.folder import check_free_space, claim_output, refuse_strangers, write_guard
 from runtime.artifacts.manifest import (
     PROGRESS,
     FileEntry,
@@ -39,7 +38,7 @@ from runtime.artifacts.pack import (
 )
 from runtime.artifacts.record import ALIGN_BYTES, DRAFT_LAYOUT, align_up
 from runtime.artifacts.record_index import MEND, SIDES, RecordEntry, record_name, save_index
-from runtime.errors import ArtifactError, InputError
+from runtime.errors import ArtifactError
 from runtime.memory.location import ExpertKey
 
 REPORT = "report.json"
@@ -84,23 +83,6 @@ def find_finished(plan: PackPlan, any_profile: bool = False) -> PackManifest | N
     return manifest
 
 
-def check_folder(folder: Path) -> None:
-    """Refuse to write, or with --force to delete, among files that no pack has.
-
-    Raises:
-        InputError: naming the first of them.
-    """
-    strangers = (
-        sorted(path.name for path in folder.iterdir() if not OWN_NAMES.fullmatch(path.name)) if folder.is_dir() else []
-    )
-    if strangers:
-        raise InputError(
-            expected=f"an empty folder, a new one or a pack at {folder}",
-            found=f"{strangers[0]}{f' and {len(strangers) - 1} more' if len(strangers) > 1 else ''}, not a pack's",
-            mend="pass another --out",
-        )
-
-
 def build_pack(plan: PackPlan, force: bool = False, advance: Advance = lambda: None) -> PackManifest:
     """Write the pack, or the rest of one that was stopped.
 
@@ -115,7 +97,7 @@ def build_pack(plan: PackPlan, force: bool = False, advance: Advance = lambda: N
         StorageError: the disk is full or read-only.
     """
     folder = plan.folder
-    check_folder(folder)
+    refuse_strangers(folder, OWN_NAMES, "pack")
     with claim_output(folder, force), write_guard("the pack", folder):
         finished = find_finished(plan)
         if finished is not None:

@@ -49,6 +49,8 @@ def pack(
     asked = profile is not None
     if profile is None and is_finished(artifacts / "profile"):
         profile = artifacts / "profile"
+    elif profile == Path("none"):
+        profile = None
     source = quantized if quantized is not None else artifacts / "quantized"
     console.emit(_build(folder, model_folder(model), source, profile, asked, shards, encoding, force), as_json)
 
@@ -92,6 +94,7 @@ def _verify(folder: Path, model: str | None, quantized: Path | None) -> dict[str
     from moespeq_cli.pack.verify import find_sources, verify_pack
     from runtime.artifacts.pack import Pack
     from runtime.errors import ArtifactError
+    from runtime.memory.sizes import format_size
 
     pack = Pack.open(folder)
     checkpoint, source = find_sources(pack, model_folder(model), model is not None, quantized)
@@ -101,7 +104,7 @@ def _verify(folder: Path, model: str | None, quantized: Path | None) -> dict[str
     with console.progress("experts", pack.spec.num_records) as bar:
         found = verify_pack(pack, checkpoint, source, bar.advance)
     console.note(
-        f"{found.files} files and {found.records} records, {found.bytes_read / 1e9:.3f} GB; equal to their sources: "
+        f"{found.files} files and {found.records} records, {format_size(found.bytes_read)}; equal to their sources: "
         f"{found.records_equal_to_source} target records, {found.dense_equal_to_source} dense tensors, "
         f"{found.drafts_equal_to_quantized} draft records"
     )

@@ -24,6 +24,7 @@ from runtime.artifacts.record import (
 )
 from runtime.errors import ArtifactError, InputError
 from runtime.memory.location import ExpertKey
+from runtime.memory.sizes import format_size
 from runtime.model.families import MoeSpec, dense_names, describe
 
 
@@ -103,8 +104,8 @@ class PackPlan:
         return [
             f"{spec.num_records} experts of {len(spec.moe_layers)} layers ({spec.model_type}, {spec.dtype}), "
             f"striped by {how} over {self.num_shards} shard{'s' if self.num_shards > 1 else ''} a side",
-            f"target {self.target_bytes / 1e9:.3f} GB ({self.encoding.name}), draft {self.draft_bytes / 1e9:.3f} GB, "
-            f"dense {self.dense_bytes / 1e9:.3f} GB in {len(self.dense)} tensors",
+            f"target {format_size(self.target_bytes)} ({self.encoding.name}), draft {format_size(self.draft_bytes)}, "
+            f"dense {format_size(self.dense_bytes)} in {len(self.dense)} tensors",
             f"to {self.folder}",
         ]
 
@@ -130,7 +131,7 @@ def make_plan(
             found=str(num_shards),
             mend="pass another --shards; the number of drives that hold the pack is usual",
         )
-    source = Quantized.open(quantized)
+    source = Quantized.open(quantized, verify=True)
     require_same_model("quantized", quantized, source.manifest.model_digest, checkpoint.digest)
     routing = load_routing(profile, checkpoint.digest) if profile is not None else None
     shards = stripe(len(spec.moe_layers), spec.num_experts, num_shards, routing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from moespeq_cli import console
 from moespeq_cli.profile import charts, pictures, report
 from moespeq_cli.profile.measure import NEXT_LAYER_TOKENS, Measurement, TextSequence, measure
 from runtime.artifacts.checkpoint import Checkpoint
-from runtime.artifacts.folder import check_free_space, claim_output, refuse_other_kind, write_guard
+from runtime.artifacts.folder import check_free_space, claim_output, refuse_other_kind, refuse_strangers, write_guard
 from runtime.artifacts.manifest import MANIFEST, FileEntry, is_finished, save_manifest, sha256_bytes, sha256_file
 from runtime.artifacts.profile import ROUTING, Profile, ProfileManifest
 from runtime.artifacts.quantized import Quantized
@@ -111,6 +112,11 @@ def open_draft(folder: Path | None, fallback: Path, model_digest: str) -> Quanti
     return None
 
 
+OWN_NAMES = re.compile(  # of what a profile's folder holds, finished or not
+    r"\.lock|routing\.safetensors(\.part)?|report\.html(\.part)?|[a-z0-9-]+\.png|(manifest|progress)\.json(\.part)?"
+)
+
+
 def find_identical(out: Path, job: ProfileJob, force: bool) -> Profile | None:
     """The finished profile in `out` if it is what the job would make; None where the way is free.
 
@@ -118,6 +124,7 @@ def find_identical(out: Path, job: ProfileJob, force: bool) -> Profile | None:
         ArtifactError: another artifact is there, and it is not to be replaced.
     """
     refuse_other_kind(out, ProfileManifest.KIND)
+    refuse_strangers(out, OWN_NAMES, "profile")
     if force or not is_finished(out):
         return None
     try:

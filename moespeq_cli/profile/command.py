@@ -93,6 +93,8 @@ def profile(
 
 
 def _announce(job: ProfileJob, place: Path) -> None:
+    from runtime.memory.sizes import format_size
+
     tokens = job.domains()
     console.note(
         f"profiling {job.spec.model_type}, {len(job.spec.moe_layers)} layers with {job.spec.num_experts} experts, on "
@@ -104,8 +106,8 @@ def _announce(job: ProfileJob, place: Path) -> None:
     )
     layer_bytes = job.spec.num_experts * job.spec.expert_parameters * (2 + 4)
     console.note(
-        f"compared with {draft}; {job.dtype} arithmetic; one layer in memory, about {layer_bytes / 1e9:.2f} GB, and "
-        f"{job.activation_bytes() / 1e9:.2f} GB of hidden states; to {place}"
+        f"compared with {draft}; {job.dtype} arithmetic; one layer in memory, about {format_size(layer_bytes)}, and "
+        f"{format_size(job.activation_bytes())} of hidden states; to {place}"
     )
 
 

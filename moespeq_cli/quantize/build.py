@@ -157,7 +157,7 @@ def _refuse_strangers(out: Path) -> None:
 def _already_there(work: Work, say: Callable[[str], None]) -> QuantizedManifest:
     out = work.out
     manifest = load_manifest(out, QuantizedManifest)
-    for name in sorted({*manifest.settings, *work.settings}):
+    for name in sorted({*manifest.settings, *work.settings}, key=lambda name: (name != "model", name)):
         if manifest.settings.get(name) != work.settings.get(name):
             raise ArtifactError(
                 expected=f"{name} = {manifest.settings.get(name)!r:.80}, with which {out} was made",

@@ -11,6 +11,7 @@ from runtime.artifacts.checkpoint import Checkpoint
 from runtime.artifacts.gptq_format import SUPPORTED_BITS, check_linear, is_kept
 from runtime.artifacts.quantized import LayerFormat, linear_name
 from runtime.errors import InputError
+from runtime.memory.sizes import format_size
 from runtime.model.families import PROJECTIONS, MoeSpec, dense_names
 
 METHODS = ("gptq", "rtn")
@@ -193,9 +194,9 @@ def plan_lines(plan: Plan, options: QuantizeOptions, sequences: Sequences) -> li
     lines = [
         f"quantize {options.model} ({spec.model_type})",
         f"  experts      {len(spec.moe_layers)} layers x {spec.num_experts} experts x 3 projections = {plan.linears} "
-        f"linears, {plan.expert_bytes / 1e9:.3f} GB of {spec.dtype}",
-        f"  to           {how}: {plan.quantized_bytes / 1e9:.3f} GB",
-        f"  copied       {plan.dense_bytes / 1e9:.3f} GB that is not a routed expert, bit for bit",
+        f"linears, {format_size(plan.expert_bytes)} of {spec.dtype}",
+        f"  to           {how}: {format_size(plan.quantized_bytes)}",
+        f"  copied       {format_size(plan.dense_bytes)} that is not a routed expert, bit for bit",
         f"  calibration  {len(sequences.ids)} sequences of at most {sequences.seq_len} tokens, {sequences.tokens} in "
         f"all, from {sequences.source}",
         f"  into         {options.out}",

@@ -59,49 +59,63 @@ def run(
     ] = None,
     prefetch_window: Annotated[
         int | None,
-        typer.Option("--prefetch-window", min=0, help="Tokens to draft ahead", rich_help_panel=_SETTINGS),
+        typer.Option("--prefetch-window", min=0, help="Tokens to draft ahead [default: 16]", rich_help_panel=_SETTINGS),
     ] = None,
     verify_window: Annotated[
         int | None,
         typer.Option(
             "--verify-window",
             min=0,
-            help="Drafted tokens that one verification takes at most",
+            help="Drafted tokens that one verification takes at most [default: 2]",
             rich_help_panel=_SETTINGS,
         ),
     ] = None,
     governor: Annotated[
-        str | None, typer.Option("--governor", help="fixed, threshold or roofline", rich_help_panel=_SETTINGS)
+        str | None,
+        typer.Option("--governor", help="fixed, threshold or roofline [default: roofline]", rich_help_panel=_SETTINGS),
     ] = None,
     no_speculate: Annotated[
         bool, typer.Option("--no-speculate", help="Load no draft; the target alone", rich_help_panel=_SETTINGS)
     ] = False,
     prefetch: Annotated[
-        str | None, typer.Option("--prefetch", help="draft, history or none", rich_help_panel=_SETTINGS)
+        str | None,
+        typer.Option("--prefetch", help="draft, history or none [default: draft]", rich_help_panel=_SETTINGS),
     ] = None,
     eviction: Annotated[
-        str | None, typer.Option("--eviction", help="lookahead, lru, lfu or priority", rich_help_panel=_SETTINGS)
+        str | None,
+        typer.Option(
+            "--eviction", help="lookahead, lru, lfu or priority [default: lookahead]", rich_help_panel=_SETTINGS
+        ),
     ] = None,
     expert_cache: Annotated[
         str | None,
         typer.Option(
-            "--expert-cache", help="Memory for target experts, such as 12GB or 25%", rich_help_panel=_SETTINGS
+            "--expert-cache",
+            help="Memory for target experts, such as 12GB or 25% [default: 60% of what is free]",
+            rich_help_panel=_SETTINGS,
         ),
     ] = None,
     max_parallel_transfers: Annotated[
         int | None,
-        typer.Option("--max-parallel-transfers", min=1, help="Experts read at a time", rich_help_panel=_SETTINGS),
+        typer.Option(
+            "--max-parallel-transfers", min=1, help="Experts read at a time [default: 4]", rich_help_panel=_SETTINGS
+        ),
     ] = None,
     context: Annotated[
         int | None,
         typer.Option(
-            "--context", min=1, help="Tokens of prompt and answer to plan memory for", rich_help_panel=_SETTINGS
+            "--context",
+            min=1,
+            help="Tokens of prompt and answer to plan memory for [default: 4096]",
+            rich_help_panel=_SETTINGS,
         ),
     ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
-            "--dtype", help="Arithmetic: auto (as stored), bfloat16, float16 or float32", rich_help_panel=_SETTINGS
+            "--dtype",
+            help="Arithmetic: auto (as stored), bfloat16, float16 or float32 [default: auto]",
+            rich_help_panel=_SETTINGS,
         ),
     ] = None,
     check: Annotated[
@@ -186,7 +200,7 @@ def _prompts(texts: list[str] | None, file: str | None, as_json: bool, embedded:
         return prompts.from_file(file)
     if prompts.stdin_offers_prompts(wait=as_json):
         return prompts.from_file("-")
-    if not embedded:
+    if as_json or not embedded:
         raise InputError(
             expected="a prompt", found="none", mend="pass --prompt, --prompt-file, or JSONL on standard input"
         )
@@ -211,7 +225,7 @@ def _dry_run(pack: Pack, settings: RunSettings, as_json: bool) -> None:
         console.emit({"path": str(pack.folder), **dataclasses.asdict(plan)}, as_json=True)
         return
     for name, amount in plan.lines():
-        print(f"{name}: {amount}")
+        console.write(f"{name}: {amount}\n")
 
 
 def _answer(
@@ -247,9 +261,9 @@ def _answer(
             if as_json:
                 output.write_result(result)
             else:
-                output.write_piece("\n")
+                console.write("\n")
 
-        piece = (lambda text: None) if as_json else output.write_piece
+        piece = (lambda text: None) if as_json else console.write
         refused = answer_all(session, prompts, piece, done, go_on=as_json)
         if not results:
             console.note("no prompts came in")
@@ -272,7 +286,7 @@ def _summarise(report: dict[str, Any]) -> None:
 
     console.note(
         f"{report['new_tokens']} tokens, {report['ms_per_token']:.1f} ms a token; "
-        f"draft accepted {percent(report['acceptance'])}, its experts right {percent(report['routing_agreement'])}; "
+        f"draft right {percent(report['acceptance'])}, its experts {percent(report['routing_agreement'])}; "
         f"cache hits {percent(cache['hit_rate'])}, {report['prefill_read_bytes'] / 1e6:.2f} MB read for prompts "
         f"and {report['bytes_per_token'] / 1e6:.2f} MB a token, "
         f"waited {cache['wait_s']:.2f} s"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from moespeq_cli import console
 from runtime.artifacts.manifest import write_json
 from runtime.errors import InputError, StorageError
 
@@ -21,30 +21,9 @@ def prepare_stdout() -> None:
             sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def write_piece(text: str) -> None:
-    """A piece of the answer, at once.
-
-    Raises:
-        StorageError: stdout is a file that cannot take it.
-    """
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        with contextlib.suppress(OSError, ValueError):  # or the interpreter tries the same write again at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise StorageError(
-            expected="to write the answer to standard output",
-            found=error.strerror or str(error),
-            mend="free some space there, or send the output elsewhere",
-        ) from error
-
-
 def write_result(result: dict[str, Any]) -> None:
     """One JSON object on a line of its own, in ASCII, which every reader takes."""
-    write_piece(json.dumps(result) + "\n")
+    console.write(json.dumps(result) + "\n")
 
 
 def write_figures(path: Path, figures: dict[str, Any]) -> None:

@@ -6,16 +6,39 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
 from runtime.artifacts.manifest import MANIFEST, PROGRESS, is_finished, read_json, write_json
-from runtime.errors import ArtifactError, StorageError
+from runtime.errors import ArtifactError, InputError, StorageError
+from runtime.memory.sizes import format_size
 
 LOCK = ".lock"
 CLEARING = {"clearing": True}  # a progress file that says: what else is here was to be thrown away
+
+
+def refuse_strangers(folder: Path, own: re.Pattern[str], kind: str) -> None:
+    """Keep away from a folder that holds files which no artifact of this kind has, --force or not.
+
+    Args:
+        folder: where the artifact is to go.
+        own: matches the names that such an artifact, finished or not, may hold.
+        kind: of artifact, for the message.
+
+    Raises:
+        InputError: naming the first of them.
+    """
+    strangers = sorted(p.name for p in folder.iterdir() if not own.fullmatch(p.name)) if folder.is_dir() else []
+    if strangers:
+        more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
+        raise InputError(
+            expected=f"an empty folder, a new one or a {kind} at {folder}",
+            found=f"{strangers[0]}{more}, not a {kind}'s",
+            mend="pass another --out",
+        )
 
 
 def refuse_other_kind(folder: Path, kind: str) -> None:
@@ -147,8 +170,8 @@ def check_free_space(folder: Path, needed_bytes: int, what: str) -> None:
     free_bytes = shutil.disk_usage(place).free
     if free_bytes < needed_bytes:
         raise StorageError(
-            expected=f"{needed_bytes / 1e9:.2f} GB free in {folder} for {what}",
-            found=f"{free_bytes / 1e9:.2f} GB",
+            expected=f"{format_size(needed_bytes)} free in {folder} for {what}",
+            found=format_size(free_bytes),
             mend="free some space, or choose another place with --out",
         )
 
@@ -171,8 +194,9 @@ def write_guard(what: str, folder: Path) -> Iterator[None]:
         }
         if error.errno not in causes:
             raise
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         raise StorageError(
             expected=f"to write {what} in {folder}",
             found=f"{causes[error.errno]} ({error.strerror})",
-            mend="free some space or choose another place with --out; the work resumes when the command is repeated",
+            mend="free some space and repeat the command, or choose another place" if full else "choose another place",
         ) from error

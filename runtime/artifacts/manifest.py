@@ -57,7 +57,7 @@ def write_json(path: Path, value: object) -> None:
     os.replace(part, path)
 
 
-def read_json(path: Path, what: str, mend: str = "run the stage that makes it again") -> Any:
+def read_json(path: Path, what: str, mend: str = "make it again by its command with --force") -> Any:
     """Parse a JSON file.
 
     Raises:
@@ -91,10 +91,13 @@ def load_manifest(folder: Path, cls: type[M]) -> M:
         ArtifactError: no finished manifest, another kind or version, a field that is missing, unknown or mistyped.
     """
     kind = cls.KIND  # type: ignore[attr-defined]
-    mend = f"make the {kind} artifact again with `moespeq {_COMMANDS.get(kind, kind)}`"
+    mend = f"make the {kind} artifact again with `moespeq {_COMMANDS.get(kind, kind)} --force`"
     path = folder / MANIFEST
     if not path.is_file():
-        found = "no such folder" if not folder.is_dir() else "a folder without a finished manifest"
+        found = "a folder without a finished manifest"
+        if not folder.is_dir():
+            found = "a file" if folder.is_file() else "no such folder"
+        mend = f"make it with `moespeq {_COMMANDS.get(kind, kind)}`, or pass the folder where it is"
         if (folder / PROGRESS).is_file():
             found = "an unfinished one (progress.json but no manifest.json)"
             mend = f"repeat the `moespeq {_COMMANDS.get(kind, kind)}` that was stopped; it goes on where it was"
@@ -179,7 +182,7 @@ def check_files(folder: Path, files: dict[str, FileEntry], kind: str, contents: 
     Raises:
         ArtifactError: naming the first file that is absent, of another size, or changed.
     """
-    mend = f"make the {kind} artifact again with `moespeq {_COMMANDS.get(kind, kind)}`"
+    mend = f"make the {kind} artifact again with `moespeq {_COMMANDS.get(kind, kind)} --force`"
     for name, entry in files.items():
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ArtifactError(expected=f"file names inside {folder}", found=repr(name), mend=mend)

@@ -15,7 +15,7 @@ from runtime.artifacts.safetensors_file import NAMES, as_tensor, pread, read_hea
 from runtime.errors import ArtifactError, InputError
 
 ROUTING = "routing.safetensors"
-MEND = "make the profile artifact again with `moespeq profile`"
+MEND = "make the profile artifact again with `moespeq profile --force`"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from runtime.model.families import PROJECTIONS, LayerExperts
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 BIASES = {"gate_proj": "gate_bias", "up_proj": "up_bias", "down_proj": "down_bias"}
-MEND = "make the quantized artifact again with `moespeq quantize`"
+MEND = "make the quantized artifact again with `moespeq quantize --force`"
 _EXPERT_TENSOR = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.")
 
 

@@ -198,7 +198,7 @@ def encode_draft(
         raise ArtifactError(
             expected=f"{error.expected}, as in the rest of the layer, for {where}",
             found=error.found,
-            mend="make the quantized artifact again with `moespeq quantize`",
+            mend="make the quantized artifact again with `moespeq quantize --force`",
         ) from error
 
 
@@ -272,7 +272,7 @@ class RawEncoding:
             raise ArtifactError(
                 expected=f"a raw record of {layout.payload_bytes} bytes",
                 found=f"{payload_bytes} bytes",
-                mend="make the pack again with `moespeq pack`",
+                mend="make the pack again with `moespeq pack --force`",
             )
         return layout.views(buffer)
 

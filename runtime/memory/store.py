@@ -125,7 +125,7 @@ class RecordStore:
                 raise ArtifactError(
                     expected=f"sha256 {place.sha256} in {self.describe(key)}",
                     found=found,
-                    mend="the file is damaged: run `moespeq pack` again",
+                    mend="the file is damaged: make the pack again with `moespeq pack --force`",
                 )
             self._verified.add(key)
         return num_bytes
@@ -164,7 +164,7 @@ class RecordStore:
             raise ArtifactError(
                 expected=f"a record for {name_of(key)}",
                 found=f"none among {len(self._locations)} records",
-                mend="run `moespeq pack` again for this model",
+                mend="make the pack again with `moespeq pack --force` for this model",
             ) from None
 
 
@@ -214,7 +214,9 @@ class _Shard:
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | extra_flags)
         except FileNotFoundError as error:
             raise ArtifactError(
-                expected=f"the shard {self.path}", found="no such file", mend="run `moespeq pack` again"
+                expected=f"the shard {self.path}",
+                found="no such file",
+                mend="make the pack again with `moespeq pack --force`",
             ) from error
         except OSError as error:
             if extra_flags and error.errno in _NOT_DIRECT:
@@ -244,5 +246,5 @@ def _cut(what: str, needed_bytes: int, found_bytes: int) -> ArtifactError:
     return ArtifactError(
         expected=f"at least {needed_bytes} bytes in {what}",
         found=f"{found_bytes} bytes",
-        mend="the file was cut or is still being written: run `moespeq pack` again",
+        mend="the file was cut or is still being written: make the pack again with `moespeq pack --force`",
     )

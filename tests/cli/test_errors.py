@@ -260,3 +260,25 @@ def test_linear_attention_is_refused_before_any_work(moespeq: Command, tmp_path:
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     for stage in ("quantize", "profile"):
         assert_refused(moespeq(stage, "--model", tmp_path), "linear_attention")
+
+
+def test_the_embedded_model_stands_in_for_no_other(moespeq: Command, tiny: Pack, tmp_path: Path) -> None:
+    """Somebody who has begun with a model of their own must not get an answer from another one."""
+    shutil.copytree(tiny.folder.parent / "quantized", tmp_path / "quantized")
+    assert_refused(moespeq("run", "--artifacts", tmp_path, "-p", "a"), "a quantized artifact of a qwen2_moe model")
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "progress.json").write_text("{}")
+    assert_refused(moespeq("run", "--artifacts", tmp_path, "-p", "a"), "an unfinished one", "moespeq pack")
+
+
+def test_json_without_a_prompt_answers_nothing(moespeq: Command, tiny: Pack) -> None:
+    assert_refused(moespeq("run", "--pack", tiny.folder, "--json"), "expected a prompt")
+
+
+def test_strangers_files_are_left_alone(moespeq: Command, tiny: Pack, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    source = tiny.folder.parent / "model"
+    for stage, more in (("quantize", ()), ("profile", ("--quantized", "none")), ("pack", ("--quantized", tiny.folder))):
+        for force in ((), ("--force",)):
+            done = moespeq(stage, "--model", source, "--out", tmp_path, *more, *force)
+            assert done.status == 1 and (tmp_path / "thesis.txt").read_text() == "mine", done

@@ -26,7 +26,7 @@ def test_text_alone_goes_to_stdout(moespeq: Command, talker: Pack) -> None:
     done = moespeq("run", "--pack", talker.folder, "--prompt", "A")
     assert (done.status, done.stdout) == (0, TEXT + "\ufffd\n")
     assert "expert cache" in done.stderr and "ms a token" in done.stderr
-    assert "draft accepted 100.0%" in done.stderr
+    assert "draft right 100.0%" in done.stderr
 
 
 def test_json_is_one_object_a_prompt(moespeq: Command, talker: Pack, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_figures_hold_settings_counts_and_results(moespeq: Command, tiny: Pack, 
 def test_no_draft_reports_no_acceptance(moespeq: Command, tiny: Pack, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = moespeq("run", "--pack", tiny.folder, "-p", "abc", "-n", 5, "--no-speculate", "--stats", figures)
-    assert "draft accepted n/a, its experts right n/a" in done.stderr
+    assert "draft right n/a, its experts n/a" in done.stderr
     report = json.loads(figures.read_text())
     assert report["acceptance"] is None and report["plan"]["draft_bytes"] == 0
 
@@ -205,7 +205,7 @@ def test_full_stdout_is_told_without_a_traceback(talker: Pack) -> None:
         ask = ("-m", "moespeq_cli", "run", "--pack", talker.folder, "-p", "A", "--threads", 1)
         done = python(*ask, stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == 1 and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
-    assert "to write the answer to standard output; found No space left on device" in done.stderr
+    assert "to write to standard output; found No space left on device" in done.stderr
 
 
 def test_help_needs_half_a_second_and_no_model_library() -> None:

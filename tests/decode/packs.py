@@ -105,7 +105,10 @@ def decode(
 
         def distorted(token: int, position: int) -> tuple[Tensor, Route]:
             if exact_draft:
-                logits, route = engine.host.rows([token], position, engine._experts)[0], engine._experts.routes.take()[0]
+                logits, route = (
+                    engine.host.rows([token], position, engine._experts)[0],
+                    engine._experts.routes.take()[0],
+                )
             else:
                 logits, route = step(token, position)
             return (logits if distort is None else distort(logits, position)), route

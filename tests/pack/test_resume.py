@@ -248,6 +248,6 @@ def test_too_little_space_is_told_before_any_work(
     plan = plan_for(model, quantized, tmp_path / "pack")
     usage = shutil.disk_usage(tmp_path)._replace(free=10**5)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(StorageError, match="GB free"):
+    with pytest.raises(StorageError, match="MB free"):
         build_pack(plan)
     assert list(plan.folder.iterdir()) == []
