@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import Self
 
@@ -64,10 +63,9 @@ class ExpertCache:
         self._queue = TransferQueue(self._residency, self.stats)
         self._waiters: dict[ExpertKey, list[Ticket]] = {}
         self._open_tickets: set[Ticket] = set()
-        self._orphans: deque[Ticket] = deque()  # of iterators dropped while the lock was taken
         self._closed = False
         self._fault: BaseException | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # taken back after a wait without regard to signals, unlike a Lock
         self._work = threading.Condition(self._lock)  # readers wait here
         self._arrived = threading.Condition(self._lock)  # streams wait here
         self._readers = ReaderThreads(max_parallel_transfers, self._take, self._read, self._report, self._crash)
@@ -96,7 +94,6 @@ class ExpertCache:
         """
         with self._lock:
             self._check_open()
-            self._drain()
             self._residency.window.announce(upcoming, fetch_rows, pass_rows)
             self._queue.plan()
             if self._queue.num_queued:
@@ -107,15 +104,16 @@ class ExpertCache:
 
         Each different key comes once: residents first, then in order of arrival. Reads of the missing ones begin
         before this returns and go ahead of all prefetches. A tensor is the slot itself and stays as it is until the
-        iterator advances or is closed.
+        iterator advances or is closed. Exhaust the iterator or close it, best in a `with`: one that is dropped half way
+        keeps its experts pinned until the cache closes.
 
         Raises (here or while iterating):
             ArtifactError, StorageError: a record cannot be read (the message names file and expert), or the cache
                 is closed.
-            PlanError: all slots are held by other streams that this thread has left open.
+            PlanError: all slots are held by other streams that this thread, or one that has ended, left open.
         """
         ticket = self._ask(keys)
-        return ExpertStream(ticket, self._residency.slots, self._pool.tensor, self._advance, self._end, self._abandon)
+        return ExpertStream(ticket, self._residency.slots, self._pool.tensor, self._advance, self._end)
 
     def missing_bytes(self, keys: Sequence[ExpertKey]) -> int:
         """Bytes of those different keys that are not resident; what is still in flight counts in full."""
@@ -146,7 +144,6 @@ class ExpertCache:
         slots, consume, used = residency.slots, residency.window.consume, self._policy.used
         with self._lock:
             self._check_open()
-            self._drain()
             self._open_tickets.add(ticket)
             try:
                 for key in dict.fromkeys(keys):
@@ -206,7 +203,6 @@ class ExpertCache:
         if ticket.error is not None:
             raise ticket.error
         self._check_open()
-        self._drain()
         started = time.perf_counter()
         notified = self._arrived.wait(_CHECK_S)
         self.stats.wait_s += time.perf_counter() - started
@@ -221,18 +217,18 @@ class ExpertCache:
         if self._stuck():
             raise PlanError(
                 expected=f"a slot for {self._store.describe(next(iter(ticket.pending)))}",
-                found=f"all {self._pool.num_slots} held by other streams of this thread",
-                mend="finish or close one stream before the next, or make the cache larger (--expert-cache)",
+                found=f"all {self._pool.num_slots} held by streams that were left open, by this thread or an ended one",
+                mend="exhaust or close each stream before the next, best in a `with`; a larger cache (--expert-cache) "
+                "holds more open ones",
             )
 
     def _stuck(self) -> bool:
-        """Whether only this thread, which waits, could free a slot."""
-        residency = self._residency
+        """Whether only this thread, which waits, or one that has ended could free a slot."""
+        residency, this = self._residency, threading.current_thread()
         if self._queue.in_flight or residency.num_free or len(residency.pins) < len(residency.slots):
             return False
-        return all(
-            other.thread_id == threading.get_ident() for other in self._open_tickets if other.held or other.ready
-        )
+        holders = (other.thread for other in self._open_tickets if other.held or other.ready)
+        return all(thread is this or not thread.is_alive() for thread in holders)
 
     def _release(self, ticket: Ticket) -> None:
         """Unpin all that the ticket holds and withdraw what it waits for."""
@@ -253,24 +249,6 @@ class ExpertCache:
 
     def _end(self, ticket: Ticket) -> None:
         with self._lock:
-            if ticket in self._open_tickets:
-                self._release(ticket)
-
-    def _abandon(self, ticket: Ticket) -> None:
-        """Release the ticket of an iterator that ends; from a destructor, so it may not wait for the lock."""
-        if ticket not in self._open_tickets:
-            return
-        if self._lock.acquire(blocking=False):
-            try:
-                self._release(ticket)
-            finally:
-                self._lock.release()
-        else:
-            self._orphans.append(ticket)
-
-    def _drain(self) -> None:
-        while self._orphans:
-            ticket = self._orphans.popleft()
             if ticket in self._open_tickets:
                 self._release(ticket)
 

@@ -23,18 +23,22 @@ class Ticket:
         held: experts that were yielded and are still pinned.
         pending: experts that were asked for and are not there.
         error: why one of them will not come.
-        thread_id: the thread that asked.
+        thread: the one that asked.
     """
 
     ready: deque[ExpertKey] = field(default_factory=deque)
     held: list[ExpertKey] = field(default_factory=list)
     pending: set[ExpertKey] = field(default_factory=set)
     error: MoespeqError | None = None
-    thread_id: int = field(default_factory=threading.get_ident)
+    thread: threading.Thread = field(default_factory=threading.current_thread)
 
 
 class ExpertStream(Iterator[tuple[ExpertKey, torch.Tensor]]):
     """What `ExpertCache.stream` returns; for one thread.
+
+    Exhaust it, or close it: best in a `with`. Its end and an error that it raises release all that it holds. One that
+    is dropped half way without a close keeps its experts pinned until the cache closes: there is no destructor, for an
+    interrupt that arrives in one is lost.
 
     While nothing is missing it takes no lock an expert, and all pins go together at its end. While something is
     missing each advance frees the expert before it, so that its slot can take the next.
@@ -44,11 +48,10 @@ class ExpertStream(Iterator[tuple[ExpertKey, torch.Tensor]]):
         slots: slot of each resident expert.
         tensor: slot -> its bytes.
         advance: unpins what was yielded and waits for the next expert; None at the end.
-        end: releases the ticket.
-        abandon: the same, callable from a destructor.
+        end: releases the ticket; safe to repeat.
     """
 
-    __slots__ = ("_abandon", "_advance", "_end", "_slots", "_tensor", "_ticket")
+    __slots__ = ("_advance", "_end", "_slots", "_tensor", "_ticket")
 
     def __init__(
         self,
@@ -57,10 +60,9 @@ class ExpertStream(Iterator[tuple[ExpertKey, torch.Tensor]]):
         tensor: Callable[[int], torch.Tensor],
         advance: Callable[[Ticket], ExpertKey | None],
         end: Callable[[Ticket], None],
-        abandon: Callable[[Ticket], None],
     ) -> None:
         self._ticket, self._slots, self._tensor = ticket, slots, tensor
-        self._advance, self._end, self._abandon = advance, end, abandon
+        self._advance, self._end = advance, end
 
     def __next__(self) -> tuple[ExpertKey, torch.Tensor]:
         ticket = self._ticket
@@ -82,6 +84,3 @@ class ExpertStream(Iterator[tuple[ExpertKey, torch.Tensor]]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        self._abandon(self._ticket)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import hashlib
 import signal
 import threading
@@ -236,7 +237,7 @@ def test_tensor_is_untouched_until_the_iterator_advances() -> None:
         assert not other.is_alive()
 
 
-@pytest.mark.parametrize("how", ["close", "break", "exception", "unstarted"])
+@pytest.mark.parametrize("how", ["close", "break", "exception", "unstarted", "error"])
 def test_an_unfinished_stream_gives_its_slots_back(how: str) -> None:
     with make_cache(MemoryStore(), 2) as cache:
         stream = cache.stream([A, B, C])
@@ -246,25 +247,45 @@ def test_an_unfinished_stream_gives_its_slots_back(how: str) -> None:
             stream.close()
             assert next(stream, None) is None
         elif how == "break":
-            for _ in stream:
-                break
+            with stream:
+                for _ in stream:
+                    break
         elif how == "exception":
             with pytest.raises(ZeroDivisionError), stream:
                 for _ in stream:
                     raise ZeroDivisionError
-        del stream
+        elif how == "unstarted":
+            with stream:
+                pass
+        elif how == "error":
+            next(stream)
+            stream._ticket.error = StorageError(expected="a record", found="none", mend="none")
+            with pytest.raises(StorageError, match="a record"):
+                list(stream)
         serve(cache, [D, E])
         assert not cache._residency.pins and not cache._open_tickets and not cache._queue.demands
 
 
-def test_an_iterator_dropped_while_the_lock_is_taken_is_released_later() -> None:
+@pytest.mark.parametrize("where", ["this thread", "a thread that has ended"])
+def test_an_iterator_dropped_half_way_keeps_its_pins_and_the_next_stream_says_so(where: str) -> None:
+    def drop() -> None:
+        serve(cache, [A, B])
+        for _ in cache.stream([A, B]):
+            break
+
     with make_cache(MemoryStore(), 2) as cache:
-        stream = cache.stream([A, B])
-        next(stream)
-        with cache._lock:
-            del stream
-        serve(cache, [C, D])
-        assert not cache._residency.pins
+        if where == "this thread":
+            drop()
+        else:
+            thread = threading.Thread(target=drop)
+            thread.start()
+            thread.join(5)
+        gc.collect()
+        assert set(cache._residency.pins) == {A, B}
+        assert serve(cache, [B, A]) == [B, A]
+        with pytest.raises(PlanError, match="all 2 held by streams that were left open") as caught:
+            serve(cache, [C])
+        assert "in a `with`" in caught.value.mend
 
 
 def test_two_streams_of_one_thread_that_block_each_other_are_refused() -> None:
@@ -434,6 +455,40 @@ def test_an_interrupt_ends_a_wait_at_once_and_leaves_nothing_pinned() -> None:
         cache.close()
         timer.join()
     assert threading.active_count() == before
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_interrupt_while_a_wait_takes_the_lock_back_frees_no_lock_of_another() -> None:
+    """With a plain Lock the wait gave up taking it, and the end of its `with` freed the lock that a reader had."""
+    store = MemoryStore()
+    gate = threading.Event()
+    store.before = lambda key: gate.wait(5) and None
+    main = threading.get_ident()
+
+    def hold() -> None:
+        settle(cache, lambda: store.order == [A])
+        time.sleep(0.05)
+        with cache._lock:
+            cache._arrived.notify_all()  # the stream wakes, and finds the lock taken
+            time.sleep(0.1)
+            signal.pthread_kill(main, signal.SIGINT)
+            time.sleep(0.1)
+
+    with make_cache(store, 1) as cache:
+        other = threading.Thread(target=hold)
+        other.start()
+        with pytest.raises(KeyboardInterrupt):
+            serve(cache, [A, B])
+        other.join(5)
+        gate.set()
+        assert not cache._residency.pins and not cache._open_tickets and not cache._queue.demands
+        serve(cache, [B])
+
+
+def test_streams_have_no_destructor() -> None:
+    """An interrupt that arrives in one is lost."""
+    with make_cache(MemoryStore(), 1) as cache:
+        assert not hasattr(cache.stream([]), "__del__")
 
 
 def test_refuses_slots_that_are_too_small_and_no_readers() -> None:
