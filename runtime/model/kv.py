@@ -9,44 +9,55 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
+class _Cursor:
+    """Where the next forward writes, and how many tokens fit; shared by the layers.
+
+    An object apart from the cache, so that no cycle keeps a sequence's buffers alive after it.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.position = 0
+
+
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer, [1, heads, capacity, dim], with a write position shared by all layers."""
 
     is_sliding = False
 
-    def __init__(self, owner: SharedKv) -> None:
+    def __init__(self, cursor: _Cursor) -> None:
         super().__init__()
-        self._owner = owner
+        self._cursor = cursor
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Allocate the buffers on the first update, when the library's shapes are known."""
         assert value_states is not None
-        shape = self._owner.capacity
+        shape = self._cursor.capacity
         self.keys = key_states.new_zeros(*key_states.shape[:2], shape, key_states.shape[3])
         self.values = value_states.new_zeros(*value_states.shape[:2], shape, value_states.shape[3])
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write at the owner's position and return everything up to the end of what was written."""
+        """Write at the shared position and return everything up to the end of what was written."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        start, end = self._owner.position, self._owner.position + key_states.shape[2]
+        start, end = self._cursor.position, self._cursor.position + key_states.shape[2]
         self.keys[:, :, start:end] = key_states
         self.values[:, :, start:end] = value_states
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of what attention sees."""
-        return self._owner.position + query_length, 0
+        return self._cursor.position + query_length, 0
 
     def get_seq_length(self) -> int:
         """Tokens before the write position."""
-        return self._owner.position
+        return self._cursor.position
 
     def get_max_length(self) -> int:
         """Capacity in tokens."""
-        return self._owner.capacity
+        return self._cursor.capacity
 
     get_max_cache_shape = get_max_length
 
@@ -56,16 +67,25 @@ class SharedKv(Cache):  # type: ignore[misc]
 
     The draft reads the target's entries of the prefix and writes its own for the tokens it drafts; verification writes
     over them. Nothing is ever cropped: `position` says where the next forward writes, and what lies beyond is stale.
-
-    Attributes:
-        capacity: tokens that fit.
-        position: where the next forward pass writes.
     """
 
     def __init__(self, num_layers: int, capacity: int) -> None:
-        self.capacity = capacity
-        self.position = 0
-        super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
+        self._cursor = _Cursor(capacity)
+        super().__init__(layers=[_Layer(self._cursor) for _ in range(num_layers)])
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit."""
+        return self._cursor.capacity
+
+    @property
+    def position(self) -> int:
+        """Where the next forward pass writes."""
+        return self._cursor.position
+
+    @position.setter
+    def position(self, value: int) -> None:
+        self._cursor.position = value
 
     @property
     def allocated_bytes(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +169,18 @@ def test_prompts_in_several_blocks_give_the_librarys_text(
     expected = model.generate(torch.tensor([list(prompt)]), max_new_tokens=12, do_sample=False, eos_token_id=None)
     assert decode(pack, prompt, 12).tokens == expected[0, 70:].tolist()
     assert decode(pack, prompt, 12, slots=2, prefetch_window=0).tokens == expected[0, 70:].tolist()
+
+
+def test_the_cache_of_a_finished_text_is_freed_at_once(pack_of: PackOf) -> None:
+    """Not by the collector, some time: the plan has room for one."""
+    settings = RunSettings()
+    pack = pack_of("qwen2_moe", torch.float32)
+    gc.disable()
+    try:
+        with Engine(pack, settings, plan_run(pack, settings)) as engine:
+            list(engine.generate(Request(prompt_of(5), 4, frozenset(), SamplingSettings())))
+            first = weakref.ref(engine.host.kv.layers[0].keys)
+            list(engine.generate(Request(prompt_of(6), 4, frozenset(), SamplingSettings())))
+            assert first() is None
+    finally:
+        gc.enable()
