@@ -75,6 +75,12 @@ def quality(
     problems: Annotated[int, typer.Option("--problems", min=1, max=500, help="Held-out maths problems")] = 500,
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each domain for acceptance")] = 50,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 96,
+    verify_window: Annotated[
+        int | None,
+        typer.Option(
+            "--verify-window", min=0, help="Verify so many proposals each time [default: as roofline chooses]"
+        ),
+    ] = None,
     threads: Cores = 0,
     output: Output = None,
 ) -> None:
@@ -89,7 +95,14 @@ def quality(
     total = problems * (1 + 2 * len(packs)) + 3 * prompts * len(packs)
     with console.progress("texts", total) as bar:
         result = measure.measure_quality(
-            packs, _settings(threads), tokenizer, problems, prompts, max_new_tokens, stop_ids, bar.advance
+            packs,
+            _settings(threads, verify_window),
+            tokenizer,
+            problems,
+            prompts,
+            max_new_tokens,
+            stop_ids,
+            bar.advance,
         )
     _finish(output, result)
     print(measure.quality_tables(result))
@@ -110,10 +123,11 @@ def _open(pack: Path | None, artifacts: Path) -> tuple[Any, Any, frozenset[int]]
     return opened, tokenizer, declared_stop_ids(opened, tokenizer)
 
 
-def _settings(threads: int) -> Any:
+def _settings(threads: int, verify_window: int | None = None) -> Any:
     from runtime.config import make_settings
 
-    return make_settings(None, {"threads": threads, "context": 512})
+    fixed = {} if verify_window is None else {"governor": "fixed", "verify_window": verify_window}
+    return make_settings(None, {"threads": threads, "context": 512} | fixed)
 
 
 def _numbers(text: str) -> list[int]:

@@ -96,7 +96,7 @@ def test_neighbouring_positions_do_not_influence_each_other() -> None:
 
 
 @given(
-    logits=st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=12),
+    logits=st.lists(st.integers(-1280, 1280).map(lambda n: n / 64), min_size=1, max_size=12),  # apart in float64 too
     temperature=st.floats(0.05, 5),
     top_p=st.floats(0.01, 1),
     top_k=st.integers(0, 14),
@@ -116,7 +116,7 @@ def test_distribution_keeps_the_likeliest_and_sums_to_one(
     whole = (scores.double() / temperature).softmax(-1)
     if top_k == 0:
         # Without the least likely of the kept tokens, the threshold is not reached.
-        assert whole[kept].sum() - whole[kept].min() < top_p
+        assert whole[kept].sum() - whole[kept].min() < top_p + 1e-12
         assert whole[kept].sum() >= min(top_p, 1) - 1e-9
     assert not kept.any() or not (~kept).any() or scores[kept].min() >= scores[~kept].max()
 
