@@ -50,7 +50,7 @@ def way(window: int, verify: int, slots: int | None, **more: Any) -> dict[str, A
 def test_same_ids_and_bits_in_every_way(pack_of: PackOf, kind: str, dtype: torch.dtype) -> None:
     pack = pack_of(kind, dtype)
 
-    @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
     @given(way=WAYS, length=st.sampled_from(PROMPTS))
     @example(way(24, 16, 1), 40)
     @example(way(8, 7, None), 12)
@@ -176,3 +176,25 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Pack:
         model.lm_head.weight[256:] = 0
 
     return build(tmp_path_factory.mktemp("tied"), change=double)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "mixtral", "olmoe"])
+def test_random_models_keep_their_text_and_their_bits(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Weights, experts, top k and layers drawn too; 40 tokens: tails are kept, dropped and refilled (H14)."""
+
+    @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(
+        seed=st.integers(0, 10**6),
+        experts=st.sampled_from([3, 5, 8]),
+        top_k=st.integers(1, 3),
+        layers=st.integers(1, 3),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+        way=WAYS,
+    )
+    def same(seed: int, experts: int, top_k: int, layers: int, dtype: torch.dtype, way: dict[str, Any]) -> None:
+        key = "num_local_experts" if kind == "mixtral" else "num_experts"
+        shape = {key: experts, "num_experts_per_tok": top_k, "num_hidden_layers": layers, "seed": seed}
+        pack = build(tmp_path_factory.mktemp("random"), kind, dtype, **shape)
+        assert_same(decode(pack, prompt_of(9), 40, **way), reference(pack, 9, 40))
+
+    same()
