@@ -108,6 +108,40 @@ def quality(
     print(measure.quality_tables(result))
 
 
+@bench.command()
+def linear(
+    shapes: Annotated[
+        str, typer.Option("--shapes", help="OUTxIN, comma-separated")
+    ] = "256x256,256x128,2816x2048,2048x1408",
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds over all weights")] = 7,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="Threads of the arithmetic")] = 1,
+    output: Output = None,
+) -> None:
+    """One token through a linear of the draft: the INT4 kernel beside BF16 and plain dequantising"""
+    import torch
+
+    from moespeq_cli.bench import linear as measure
+    from runtime.errors import InputError
+
+    try:
+        sizes = [(int(a), int(b)) for a, _, b in (part.strip().partition("x") for part in shapes.split(","))]
+    except ValueError:
+        raise InputError(
+            expected="--shapes as OUTxIN, comma-separated", found=shapes, mend="write 2816x2048,..."
+        ) from None
+    if bad := [size for size in sizes if size[0] % 16 or size[1] % measure.GROUP_SIZE or min(size) < 1]:
+        raise InputError(
+            expected=f"output features in multiples of 16, input features of {measure.GROUP_SIZE}",
+            found=f"{bad[0][0]}x{bad[0][1]}",
+            mend="pass other --shapes",
+        )
+    torch.set_num_threads(threads)
+    with console.progress("shapes", len(sizes)) as bar:
+        rows = measure.measure(sizes, repeats, bar.advance)
+    _finish(output, {"threads": threads, "group_size": measure.GROUP_SIZE, "rows": rows})
+    print(measure.table(rows))
+
+
 def _open(pack: Path | None, artifacts: Path) -> tuple[Any, Any, frozenset[int]]:
     from moespeq_cli.options import model_folder
     from moespeq_cli.run.ready import open_pack
