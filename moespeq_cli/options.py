@@ -9,7 +9,7 @@ import typer
 
 Model = Annotated[
     str | None,
-    typer.Option("--model", help="Folder of the model, a Hugging Face checkpoint [default: the embedded one]"),
+    typer.Option("--model", help="Folder of the model, a Hugging Face checkpoint", show_default="the embedded one"),
 ]
 Artifacts = Annotated[
     Path,

@@ -13,7 +13,7 @@ from moespeq_cli.options import DEFAULT_ARTIFACTS, Artifacts
 bench = typer.Typer(help="Measure, for the docs", no_args_is_help=True)
 
 Output = Annotated[Path | None, typer.Option("--json", help="Write the raw figures to this file")]
-Packs = Annotated[Path | None, typer.Option("--pack", help="Pack to measure [default: pack in --artifacts]")]
+Packs = Annotated[Path | None, typer.Option("--pack", help="Pack to measure", show_default="pack in --artifacts")]
 Cores = Annotated[int, typer.Option("--threads", min=0, help="Threads of the arithmetic; 0 chooses")]
 
 
@@ -78,7 +78,7 @@ def quality(
     verify_window: Annotated[
         int | None,
         typer.Option(
-            "--verify-window", min=0, help="Verify so many proposals each time [default: as roofline chooses]"
+            "--verify-window", min=0, help="Verify so many proposals each time", show_default="as roofline chooses"
         ),
     ] = None,
     threads: Cores = 0,

@@ -28,7 +28,7 @@ def profile(
     model: options.Model = None,
     artifacts: options.Artifacts = options.DEFAULT_ARTIFACTS,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Folder to write to [default: profile/ in the artifacts folder]")
+        Path | None, typer.Option("--out", help="Folder to write to", show_default="profile/ in the artifacts folder")
     ] = None,
     data: Annotated[
         list[str] | None,
@@ -36,21 +36,23 @@ def profile(
             "--data",
             metavar="[NAME=]FILE",
             help="Texts to route, JSONL or plain; repeat it for several domains; held-out takes the embedded "
-            "evaluation texts [default: the embedded calibration texts]",
+            "evaluation texts",
+            show_default="the embedded calibration texts",
         ),
     ] = None,
     samples: Annotated[
         int, typer.Option("--samples", min=1, help="Number of sequences, divided evenly among the domains")
     ] = 48,
     seq_len: Annotated[
-        int | None, typer.Option("--seq-len", min=1, help="Tokens of a sequence at most [default: 512]")
+        int | None, typer.Option("--seq-len", min=1, help="Tokens of a sequence at most", show_default="512")
     ] = None,
     quantized: Annotated[
         str | None,
         typer.Option(
             "--quantized",
             metavar="DIR|none",
-            help="Draft to compare with [default: quantized/ in the artifacts folder, if it is of this model]",
+            help="Draft to compare with",
+            show_default="quantized/ in the artifacts folder, if it is of this model",
         ),
     ] = None,
     dtype: Annotated[

@@ -14,16 +14,22 @@ from runtime.errors import InputError
 
 def quantize(
     model: Model = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder to make [default: ARTIFACTS/quantized]")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder to make", show_default="ARTIFACTS/quantized")
+    ] = None,
     artifacts: Artifacts = DEFAULT_ARTIFACTS,
     data: Annotated[
         Path | None,
-        typer.Option("--data", help="Calibration text: JSONL with text or messages, or plain text [default: embedded]"),
+        typer.Option(
+            "--data", help="Calibration text: JSONL with text or messages, or plain text", show_default="embedded"
+        ),
     ] = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Sequences to calibrate with, at most")] = 128,
     seq_len: Annotated[
         int | None,
-        typer.Option("--seq-len", min=1, help="Tokens in a sequence, at most [default: 512, or the model's context]"),
+        typer.Option(
+            "--seq-len", min=1, help="Tokens in a sequence, at most", show_default="512, or the model's context"
+        ),
     ] = None,
     bits: Annotated[int, typer.Option("--bits", help="Width of a code, 4 or 8")] = 4,
     group_size: Annotated[
@@ -37,14 +43,16 @@ def quantize(
         bool | None,
         typer.Option(
             "--scale-search/--no-scale-search",
-            help="Search each group's clipping, or take its largest weight as auto-gptq does [default: search]",
+            help="Search each group's clipping, or take its largest weight as auto-gptq does",
+            show_default="search",
         ),
     ] = None,
     token_damping: Annotated[
         bool | None,
         typer.Option(
             "--token-damping/--no-token-damping",
-            help="Damp more where an expert saw few tokens [default: yes, but not with --solver auto-gptq]",
+            help="Damp more where an expert saw few tokens",
+            show_default="yes, but not with --solver auto-gptq",
         ),
     ] = None,
     solver: Annotated[

@@ -49,7 +49,7 @@ def run(
         typer.Option("--stop", help="Text at which to stop; repeat it for more", rich_help_panel=_PROMPTS),
     ] = None,
     pack: Annotated[
-        Path | None, typer.Option("--pack", help="Folder that pack made [default: pack in --artifacts]")
+        Path | None, typer.Option("--pack", help="Folder that pack made", show_default="pack in --artifacts")
     ] = None,
     model: Annotated[str | None, typer.Option("--model", help="Refuse a pack that is not of this model")] = None,
     artifacts: Artifacts = DEFAULT_ARTIFACTS,
@@ -59,46 +59,56 @@ def run(
     ] = None,
     prefetch_window: Annotated[
         int | None,
-        typer.Option("--prefetch-window", min=0, help="Tokens to draft ahead [default: 16]", rich_help_panel=_SETTINGS),
+        typer.Option(
+            "--prefetch-window", min=0, help="Tokens to draft ahead", show_default="16", rich_help_panel=_SETTINGS
+        ),
     ] = None,
     verify_window: Annotated[
         int | None,
         typer.Option(
             "--verify-window",
             min=0,
-            help="Drafted tokens that one verification takes at most [default: 2]",
+            help="Drafted tokens that one verification takes at most",
+            show_default="2",
             rich_help_panel=_SETTINGS,
         ),
     ] = None,
     governor: Annotated[
         str | None,
-        typer.Option("--governor", help="fixed, threshold or roofline [default: roofline]", rich_help_panel=_SETTINGS),
+        typer.Option(
+            "--governor", help="fixed, threshold or roofline", show_default="roofline", rich_help_panel=_SETTINGS
+        ),
     ] = None,
     no_speculate: Annotated[
         bool, typer.Option("--no-speculate", help="Load no draft; the target alone", rich_help_panel=_SETTINGS)
     ] = False,
     prefetch: Annotated[
         str | None,
-        typer.Option("--prefetch", help="draft, history or none [default: draft]", rich_help_panel=_SETTINGS),
+        typer.Option("--prefetch", help="draft, history or none", show_default="draft", rich_help_panel=_SETTINGS),
     ] = None,
     eviction: Annotated[
         str | None,
         typer.Option(
-            "--eviction", help="lookahead, lru, lfu or priority [default: lookahead]", rich_help_panel=_SETTINGS
+            "--eviction", help="lookahead, lru, lfu or priority", show_default="lookahead", rich_help_panel=_SETTINGS
         ),
     ] = None,
     expert_cache: Annotated[
         str | None,
         typer.Option(
             "--expert-cache",
-            help="Memory for target experts, such as 12GB or 25% [default: 60% of what is free]",
+            help="Memory for target experts, such as 12GB or 25%",
+            show_default="60% of what is free",
             rich_help_panel=_SETTINGS,
         ),
     ] = None,
     max_parallel_transfers: Annotated[
         int | None,
         typer.Option(
-            "--max-parallel-transfers", min=1, help="Experts read at a time [default: 4]", rich_help_panel=_SETTINGS
+            "--max-parallel-transfers",
+            min=1,
+            help="Experts read at a time",
+            show_default="4",
+            rich_help_panel=_SETTINGS,
         ),
     ] = None,
     context: Annotated[
@@ -106,7 +116,8 @@ def run(
         typer.Option(
             "--context",
             min=1,
-            help="Tokens of prompt and answer to plan memory for [default: 4096]",
+            help="Tokens of prompt and answer to plan memory for",
+            show_default="4096",
             rich_help_panel=_SETTINGS,
         ),
     ] = None,
@@ -114,7 +125,8 @@ def run(
         str | None,
         typer.Option(
             "--dtype",
-            help="Arithmetic: auto (as stored), bfloat16, float16 or float32 [default: auto]",
+            help="Arithmetic: auto (as stored), bfloat16, float16 or float32",
+            show_default="auto",
             rich_help_panel=_SETTINGS,
         ),
     ] = None,

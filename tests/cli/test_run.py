@@ -238,3 +238,22 @@ def test_one_prompt_that_cannot_be_answered_leaves_the_others(moespeq: Command, 
     assert done.status == 1 and [answer["id"] for answer in answers] == [1, 2, 3, 4]
     assert ["error" in answer for answer in answers] == [False, True, True, False]
     assert "500 tokens" in answers[1]["error"]["found"] and "2 of 4 prompts" in done.stderr
+
+
+def test_help_states_the_defaults_that_hold() -> None:
+    """They stand in the help because a profile may come between, so nothing else keeps them true."""
+    import inspect
+    from typing import get_args, get_type_hints
+
+    from moespeq_cli.run.command import run
+    from runtime.config import RunSettings
+
+    hints = get_type_hints(run, include_extras=True)
+    defaults = RunSettings()
+    checked = 0
+    for name in inspect.signature(run).parameters:
+        option = get_args(hints[name])[1]
+        if isinstance(option.show_default, str) and name not in ("pack", "expert_cache"):
+            assert option.show_default == str(getattr(defaults, name)), name
+            checked += 1
+    assert checked >= 8
