@@ -180,10 +180,12 @@ class ExpertCache:
         with self._lock:
             if ticket not in self._open_tickets:
                 return None
-            self._residency.unpin(ticket.held)
-            if self._queue.may_start(ticket.held):
-                self._work.notify()
+            # Out of the ticket first: an interrupt may come in between, and nothing may be unpinned twice.
+            done = ticket.held.copy()
             ticket.held.clear()
+            self._residency.unpin(done)
+            if self._queue.may_start(done):
+                self._work.notify()
             try:
                 while not ticket.ready and ticket.pending:
                     self._wait(ticket)

@@ -519,3 +519,21 @@ def test_hits_are_cheap() -> None:
                 pass
         each_us = (time.perf_counter() - started) / rounds / len(keys) * 1e6
     assert each_us < 50, f"{each_us:.1f} us a resident key"  # 1-2 us on a quiet machine
+
+
+def test_an_interrupt_while_a_stream_advances_releases_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between taking a pin back and forgetting it: closing the stream must not take it back again."""
+    with make_cache(MemoryStore(), 2) as cache:
+        keys = [A, B, C]
+        with pytest.raises(KeyboardInterrupt), cache.stream(keys) as stream:
+            next(stream)
+            may_start = cache._queue.may_start
+
+            def interrupted(unpinned: list[ExpertKey]) -> bool:
+                monkeypatch.setattr(cache._queue, "may_start", may_start)
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(cache._queue, "may_start", interrupted)
+            next(stream)
+        assert not cache._residency.pins
+        assert sorted(serve(cache, keys)) == sorted(keys)
