@@ -17,6 +17,7 @@ from runtime.errors import ArtifactError, InputError, StorageError
 from runtime.memory.sizes import format_size
 
 LOCK = ".lock"
+LEFTOVERS = ".tmp??????"  # of the safetensors library, when a process is killed before it renames one
 CLEARING = {"clearing": True}  # a progress file that says: what else is here was to be thrown away
 
 
@@ -77,6 +78,8 @@ def claim_output(folder: Path, force: bool = False) -> Iterator[None]:
             with write_guard("the output folder", folder):
                 if force or _half_cleared(folder):
                     _clear(folder)
+                for leftover in folder.glob(LEFTOVERS):
+                    leftover.unlink()
             yield
         finally:
             if _is_at(lock, path):

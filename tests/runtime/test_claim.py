@@ -159,3 +159,11 @@ def test_a_progress_file_that_is_none_is_named(body: str, tmp_path: Path) -> Non
         pass
     with claim_output(tmp_path, force=True):
         assert Journal(tmp_path, {}).done == {}
+
+
+def test_what_a_killed_writer_left_half_written_is_swept(tmp_path: Path) -> None:
+    """The safetensors library writes beside its file first, under a name of its own."""
+    (tmp_path / ".tmpYwx34t").write_bytes(b"half")
+    (tmp_path / "kept.safetensors").write_bytes(b"whole")
+    with claim_output(tmp_path):
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "kept.safetensors"]
