@@ -16,10 +16,18 @@ from moespeq_cli.profile import charts, pictures, report
 from moespeq_cli.profile.measure import NEXT_LAYER_TOKENS, Measurement, TextSequence, measure
 from runtime.artifacts.checkpoint import Checkpoint
 from runtime.artifacts.folder import check_free_space, claim_output, refuse_other_kind, refuse_strangers, write_guard
-from runtime.artifacts.manifest import MANIFEST, FileEntry, is_finished, save_manifest, sha256_bytes, sha256_file
+from runtime.artifacts.manifest import (
+    MANIFEST,
+    FileEntry,
+    is_finished,
+    require_same_model,
+    save_manifest,
+    sha256_bytes,
+    sha256_file,
+)
 from runtime.artifacts.profile import ROUTING, Profile, ProfileManifest
 from runtime.artifacts.quantized import Quantized
-from runtime.errors import ArtifactError, InputError
+from runtime.errors import ArtifactError
 from runtime.model.families import MoeSpec
 from runtime.model.stream import LayerStream
 
@@ -100,14 +108,10 @@ def open_draft(folder: Path | None, fallback: Path, model_digest: str) -> Quanti
     if folder is None and not is_finished(fallback):
         return None
     quantized = Quantized.open(folder or fallback)
+    if folder is not None:
+        require_same_model("quantized", folder, quantized.manifest.model_digest, model_digest)
     if quantized.manifest.model_digest == model_digest:
         return quantized
-    if folder is not None:
-        raise InputError(
-            expected=f"a quantized artifact of this model (digest {model_digest[:16]})",
-            found=f"one of another model (digest {quantized.manifest.model_digest[:16]}) in {folder}",
-            mend="pass the model it was made from, or run `moespeq quantize` for this one",
-        )
     console.note(f"{fallback} is of another model: agreement with a draft is not measured")
     return None
 

@@ -82,8 +82,9 @@ class Pack:
         manifest = load_manifest(place, PackManifest)
         _check_manifest(manifest, place)
         check_files(place, manifest.files, PackManifest.KIND, contents=verify)
-        small = {name: entry for name, entry in manifest.files.items() if not name.endswith(".safetensors")}
-        check_files(place, small, PackManifest.KIND, contents=True)
+        if not verify:
+            small = {name: entry for name, entry in manifest.files.items() if not name.endswith(".safetensors")}
+            check_files(place, small, PackManifest.KIND, contents=True)
         records = load_index(place / RECORDS)
         for side, entries in records.items():
             _index_rules(manifest, side).check(entries, place / RECORDS)

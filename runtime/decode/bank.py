@@ -22,7 +22,13 @@ INT4_MAX_TOKENS = 4
 
 
 class Linear(Protocol):
-    """A linear of the draft, in whatever form computes fastest."""
+    """A linear of the draft, in whatever form computes fastest.
+
+    Attributes:
+        num_bytes: memory that it takes.
+    """
+
+    num_bytes: int
 
     def __call__(self, x: Tensor) -> Tensor:
         """[m, in] to [m, out], in the type of `x`."""
@@ -148,7 +154,7 @@ class DraftBank:
                 fmt = pack.draft_format(key[0])
                 pair = make_linear(views, "gate_up", fmt.gate_up, dtype), make_linear(views, "down", fmt.down, dtype)
                 self._experts[key] = pair
-                self.num_bytes += sum(linear.num_bytes for linear in pair)  # type: ignore[attr-defined]
+                self.num_bytes += sum(linear.num_bytes for linear in pair)
         finally:
             store.close()
 

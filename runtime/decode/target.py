@@ -53,7 +53,4 @@ class TargetExperts:
         return combine(outputs, top_k_weights)
 
     def _weights(self, key: ExpertKey, buffer: Tensor) -> dict[str, Tensor]:
-        tensors = self._pack.decode_target(key, buffer)
-        return {
-            name: tensor if tensor.dtype == self._dtype else tensor.to(self._dtype) for name, tensor in tensors.items()
-        }
+        return {name: tensor.to(self._dtype) for name, tensor in self._pack.decode_target(key, buffer).items()}
