@@ -34,3 +34,7 @@ class PlanError(MoespeqError):
 
 class StorageError(MoespeqError):
     """A disk that is full, read-only or failing."""
+
+
+class KernelError(MoespeqError):
+    """A CUDA kernel that this machine cannot compile, load or launch."""
