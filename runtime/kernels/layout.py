@@ -1,9 +1,9 @@
 """One expert's bytes as the kernels read them: where each part lies in a slot, and packing both ways.
 
 `bf16` is the plain target record: gate_up [2I, H] and down [H, I] row-major, then the biases. `int4` and `int8` hold
-the same linears as units (`units.py`); tile j of gate_up joins gate rows 8j to 8j+7 with the up rows of the same numbers,
-so that who owns a tile has both factors of its activations. Parts begin at multiples of 64 bytes, slots at multiples
-of 4096.
+the same linears as units (`units.py`); tile j of gate_up joins gate rows 8j to 8j+7 with the up rows of the same
+numbers, so that who owns a tile has both factors of its activations. Parts begin at multiples of 64 bytes, slots at
+multiples of 4096.
 """
 
 from __future__ import annotations
