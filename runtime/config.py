@@ -12,6 +12,7 @@ import yaml
 
 from runtime.decode.governor import make_governor
 from runtime.errors import InputError
+from runtime.kernels.tuning import DispatchTable
 from runtime.memory.eviction import make_policy
 from runtime.memory.predict import make_predictor
 
@@ -21,11 +22,38 @@ CHECKS = ("auto", "all", "first-use")
 
 @dataclass(frozen=True, slots=True)
 class FusedKernel:
-    """Shape of the fused CUDA kernel; a CPU run reads it and leaves it alone."""
+    """Shape of the fused CUDA kernel; a CPU run leaves it alone. 0 is what measures fastest for each layer.
 
-    block_dim: int = 256
-    experts_per_block: int = 8
-    stages: int = 2
+    Attributes:
+        block_dim: threads of a block, a multiple of 32 from 64 to 1024.
+        experts_per_block: experts that one block works through.
+        stages: of the ring in shared memory that weights arrive in, 2 to 32.
+        k_split: parts of a row's columns that are summed by different warps, then in a fixed order.
+    """
+
+    block_dim: int = 0
+    experts_per_block: int = 0
+    stages: int = 0
+    k_split: int = 0
+
+    def __post_init__(self) -> None:
+        checks = (
+            (
+                self.block_dim == 0 or (64 <= self.block_dim <= 1024 and self.block_dim % 32 == 0),
+                "a block_dim of 0 (automatic) or a multiple of 32 from 64 to 1024",
+                self.block_dim,
+            ),
+            (0 <= self.experts_per_block <= 1024, "0 (automatic) to 1024 experts_per_block", self.experts_per_block),
+            (self.stages == 0 or 2 <= self.stages <= 32, "stages of 0 (automatic) or 2 to 32", self.stages),
+            (0 <= self.k_split <= 32, "a k_split of 0 (automatic) to 32", self.k_split),
+        )
+        for good, expected, found in checks:
+            if not good:
+                raise InputError(
+                    expected=f"{expected} in fused_kernel",
+                    found=repr(found),
+                    mend="correct it or leave it out",
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +78,8 @@ class RunSettings:
             first read, `auto` all of them where they are at most 4 GB.
         direct_io: read past the page cache where the filesystem allows it.
         fused_kernel: shape of the fused CUDA kernel.
+        kernel_dispatch: which backend computes a layer at which number of tokens, as `moespeq bench kernels --tune`
+            measured it; a layer that is not in it is computed by what the kernels' own rule chooses.
     """
 
     prefetch_window: int = 16
@@ -70,6 +100,7 @@ class RunSettings:
     check: str = "auto"
     direct_io: bool = True
     fused_kernel: FusedKernel = field(default_factory=FusedKernel)
+    kernel_dispatch: DispatchTable = field(default_factory=DispatchTable)
 
     def __post_init__(self) -> None:
         make_governor(self.governor, self.verify_window)
@@ -107,7 +138,7 @@ def load_profile(name: str) -> dict[str, Any]:
     Raises:
         InputError: no such profile, not YAML, an unknown setting or a value of another type.
     """
-    path = _find(name)
+    path = find_profile(name)
     try:
         body = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -119,7 +150,8 @@ def load_profile(name: str) -> dict[str, Any]:
     return _typed(RunSettings, dict(body), str(path))
 
 
-def _find(name: str) -> Path:
+def find_profile(name: str) -> Path:
+    """The file of a profile, as in `load_profile`."""
     here = Path(__file__).parent
     folders = [here / "_profiles", here.parent / "profiles"]
     candidates = [Path(name), *(folder / f"{Path(name).name.removesuffix('.yaml')}.yaml" for folder in folders)]
@@ -148,6 +180,9 @@ def _typed(cls: type, body: dict[str, Any], where: str) -> dict[str, Any]:
             if not isinstance(value, dict):
                 raise InputError(expected=f"{name} to hold settings in {where}", found=repr(value), mend="correct it")
             done[name] = FusedKernel(**_typed(FusedKernel, value, f"{name} of {where}"))
+            continue
+        if kinds == ["DispatchTable"]:
+            done[name] = DispatchTable.from_list(value, where)
             continue
         if "float" in kinds and type(value) is int:
             value = float(value)
