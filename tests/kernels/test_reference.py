@@ -1,0 +1,87 @@
+"""The reference against itself: NumPy pair by pair, torch expert by expert, and the library's own functions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.kernels.layout import SlotLayout
+from runtime.kernels.reference import (
+    activate,
+    activate_torch,
+    compute,
+    compute_torch,
+    dequantize,
+    error_bound,
+    quantize,
+    round_bf16,
+    slot_experts,
+)
+from runtime.kernels.shape import Activation, ExpertShape, WeightForm
+from tests.kernels.cases import make_pool, make_tokens
+
+FORMS = [WeightForm("bf16"), WeightForm("int4", 32), WeightForm("int4", 96), WeightForm("int8", -1)]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("activation", list(Activation))
+def test_numpy_and_torch_agree(form: WeightForm, activation: Activation) -> None:
+    shape = ExpertShape(5, 3, 96, 40, activation, has_bias=activation is Activation.clamped)
+    layout = SlotLayout(shape, form)
+    pool, slot_of = make_pool(layout, 4, missing=(2,))
+    x, top_k_index, top_k_weights = make_tokens(shape, 7)
+    experts = slot_experts(layout, pool, slot_of.tolist())
+    plain = compute(
+        x.double().numpy(), top_k_index.numpy(), top_k_weights.double().numpy(), experts, activation, round_h=False
+    )
+    fast = compute_torch(x, top_k_index, top_k_weights, experts, activation, round_h=False)
+    for name in ("h", "p", "y", "scale"):
+        torch.testing.assert_close(getattr(plain, name), getattr(fast, name), rtol=1e-11, atol=1e-13)
+    missing = top_k_index == 2
+    assert missing.any() and not plain.p[missing].any() and plain.p[~missing].any(-1).all()
+
+
+@pytest.mark.parametrize("activation", list(Activation))
+def test_activations_agree(activation: Activation) -> None:
+    gate, up = np.linspace(-20, 20, 401), np.linspace(9, -9, 401)
+    wanted = activate_torch(torch.from_numpy(gate), torch.from_numpy(up), activation).numpy()
+    np.testing.assert_allclose(activate(gate, up, activation), wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_rounds_as_torch_does() -> None:
+    values = np.random.default_rng(0).standard_normal(10000) * np.exp2(
+        np.random.default_rng(1).integers(-60, 60, 10000)
+    )
+    ties = np.float32(
+        [1.00390625, 1.01171875, -1.00390625, 3.0, 0.0]
+    )  # halfway between two BF16 values, and exact ones
+    for array in (values, ties.astype(np.float64)):
+        assert (round_bf16(array) == torch.from_numpy(array).float().bfloat16().double().numpy()).all()
+
+
+@pytest.mark.parametrize("form", FORMS[1:], ids=str)
+def test_quantisation_is_within_half_a_step(form: WeightForm) -> None:
+    weight = torch.randn(2, 16, 200, dtype=torch.float64) * 0.02
+    linear = quantize(weight, form)
+    steps = linear.scales.double()[..., torch.arange(200) // form.group_columns(200)]
+    # a scale rounded down to FP16 leaves the largest weight a little outside
+    assert ((dequantize(linear, form) - weight).abs() <= steps * 0.5 * (1 + 2**-6)).all()
+
+
+def test_the_bound_sees_a_missing_expert_and_a_missing_channel() -> None:
+    shape = ExpertShape(4, 2, 128, 64)
+    layout = SlotLayout(shape, WeightForm("bf16"))
+    pool, slot_of = make_pool(layout, 4)
+    x, top_k_index, top_k_weights = make_tokens(shape, 5)
+    experts = slot_experts(layout, pool, slot_of.tolist())
+    right = compute_torch(x, top_k_index, top_k_weights, experts, shape.activation)
+    bound = error_bound(right)
+    assert ((right.y.float().bfloat16().double() - right.y).abs() <= bound).all()
+    _, down, _ = layout.views_bf16(pool)
+    down[:, :, 17] = 0
+    wrong = compute_torch(x, top_k_index, top_k_weights, experts, shape.activation)
+    assert ((wrong.y - right.y).abs() > bound).any()
+    slot_of[int(top_k_index[0, 1])] = -1
+    less = compute_torch(x, top_k_index, top_k_weights, slot_experts(layout, pool, slot_of.tolist()), shape.activation)
+    assert ((less.y - right.y).abs() > bound)[0].float().mean() > 0.5
