@@ -39,7 +39,7 @@ def gpu() -> Gpu:
 
 @pytest.fixture(scope="session")
 def nvrtc(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """CUDA's compiler, which needs no GPU; skips where it is not installed, or fails if MOESPEQ_REQUIRE_NVRTC is set."""
+    """CUDA's compiler, which needs no GPU; skips without it, or fails if MOESPEQ_REQUIRE_NVRTC is set."""
     folder = tmp_path_factory.mktemp("nvrtc")
     (folder / "empty.cu").write_text('#include <mma.h>\nextern "C" __global__ void empty() {}\n', encoding="utf-8")
     try:

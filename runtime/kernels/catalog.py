@@ -1,0 +1,31 @@
+"""Configurations of the kernel sources that launchers load, and what they may need: what the compile tests go by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.kernels.compile import Source
+
+EVERYWHERE = ("sm_80", "sm_90")  # what is compiled for these runs from compute capability 8.0 up
+HOPPER = ("sm_90a",)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One source with one set of values; none of its kernels may spill registers.
+
+    Attributes:
+        source: best as the launcher's own function builds it, so that the two stay the same.
+        max_registers: a thread, over all kernels of the source and all architectures.
+        archs: that it must compile for.
+        max_spill_bytes: 0, unless measured to be faster so.
+    """
+
+    source: Source
+    max_registers: int
+    archs: tuple[str, ...] = EVERYWHERE
+    max_spill_bytes: int = 0
+
+
+# Every `.cu` file has entries here for sm_80 and for sm_90 or sm_90a; one for each set of values that differs in kind.
+CATALOG: tuple[Entry, ...] = ()
