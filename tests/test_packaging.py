@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 
@@ -12,6 +18,33 @@ def test_cuda_folder_is_no_package() -> None:
     """A package named `cuda` would hide NVIDIA's namespace and break `import cupy`."""
     assert (ROOT / "cuda").is_dir()
     assert not list((ROOT / "cuda").rglob("__init__.py"))
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the wheel installs, without what it requires."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = folder.glob("moespeq-*.whl")
+    zipfile.ZipFile(wheel).extractall(folder / "site")
+    return folder / "site"
+
+
+def test_wheel_brings_kernel_sources_and_profiles(installed: Path) -> None:
+    sources = [path.relative_to(ROOT / "cuda") for path in (ROOT / "cuda").rglob("*.cu*")]
+    assert any(path.suffix == ".cu" for path in sources) and any(path.suffix == ".cuh" for path in sources)
+    for path in sources:
+        assert (installed / "runtime" / "_cuda" / path).read_bytes() == (ROOT / "cuda" / path).read_bytes()
+    assert list((installed / "runtime" / "_profiles").glob("*.yaml"))
+    assert not (installed / "cuda").exists() and not (installed / "tests").exists()
+
+
+def test_installed_wheel_finds_its_kernel_sources(installed: Path, tmp_path: Path) -> None:
+    code = "from runtime.kernels.compile import kernel_folder; print(kernel_folder())"
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == str(installed / "runtime" / "_cuda"), done.stderr
 
 
 def test_readme_test_command_is_what_ci_runs() -> None:
