@@ -1,0 +1,105 @@
+"""A kernel made of float32 torch, with a place for a fault: what the checks are checked with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moespeq_cli.bench.kernel_bound import Rounding
+from moespeq_cli.bench.kernel_candidate import Batch, Call, Layer
+from runtime.kernels.layout import SlotLayout
+from runtime.kernels.reference import activate_torch, dequantize
+from runtime.kernels.shape import ExpertShape, WeightForm
+from runtime.kernels.units import Codes
+
+
+class Fault:
+    """Nothing wrong; subclasses override one of the places."""
+
+    name = "none"
+
+    def linear(self, name: str, linear: Codes | Tensor) -> Codes | Tensor:
+        """Of one expert, [1, rows, columns]."""
+        return linear
+
+    def h(self, h: Tensor) -> Tensor:
+        return h
+
+    def p(self, p: Tensor, slot_of: Tensor) -> Tensor:
+        """[M, k, H]."""
+        return p
+
+    def y(self, y: Tensor, call: int) -> Tensor:
+        return y
+
+
+@dataclass
+class Simulated:
+    """A candidate; sums in float32, columns in the order of `seed`."""
+
+    fault: Fault
+    name: str = "fused"
+    rounding: Rounding = field(default_factory=Rounding)
+    row_invariant: bool = True
+    most: int = 100
+
+    def max_tokens(self, shape: ExpertShape, form: WeightForm) -> int:
+        return self.most
+
+    def prepare(self, shape: ExpertShape, form: WeightForm, max_tokens: int) -> Prepared:
+        assert max_tokens <= self.most
+        return Prepared(shape, form, self.fault, self.rounding)
+
+
+class Prepared:
+    def __init__(self, shape: ExpertShape, form: WeightForm, fault: Fault, rounding: Rounding) -> None:
+        self.shape, self.form, self.fault, self.rounding, self.calls = shape, form, fault, rounding, 0
+
+    def bind(self, layer: Layer, batch: Batch, out: Tensor) -> Call:
+        def call() -> None:
+            self._join(self._pairs(layer, batch), batch, out, layer.slot_of)
+
+        return call
+
+    def bind_passes(self, first: Layer, second: Layer, batch: Batch, out: Tensor) -> Call | None:
+        def call() -> None:
+            p = self._pairs(first, batch) + self._pairs(second, batch)
+            self._join(p, batch, out, first.slot_of)
+
+        return call
+
+    def _join(self, p: Tensor, batch: Batch, out: Tensor, slot_of: Tensor) -> None:
+        p = self.fault.p(p, slot_of)
+        y = torch.zeros(batch.x.shape)
+        for j in range(self.shape.top_k):
+            y += batch.top_k_weights[:, j, None] * p[:, j]
+        self.calls += 1
+        out.copy_(self.fault.y(y.bfloat16(), self.calls))
+
+    def _pairs(self, layer: Layer, batch: Batch) -> Tensor:
+        layout = SlotLayout(self.shape, self.form)
+        p = torch.zeros(len(batch), self.shape.top_k, self.shape.hidden_size)
+        for expert in torch.unique(batch.top_k_index).tolist():
+            if (slot := int(layer.slot_of[expert])) < 0:
+                continue
+            unpack: Any = layout.unpack_codes if self.form.is_coded else layout.views_bf16
+            gate_up, down, biases = unpack(layer.pool[slot : slot + 1])
+            token, j = torch.where(batch.top_k_index == expert)
+            bias = None if biases is None else biases.gate_up[0]
+            joined = self._linear("gate_up", gate_up, batch.x[token].float(), bias)
+            gate, up = joined.chunk(2, -1)
+            h = self.fault.h(activate_torch(gate, up, self.shape.activation).bfloat16())
+            p[token, j] = self._linear("down", down, h.float(), None if biases is None else biases.down[0])
+        return p
+
+    def _linear(self, name: str, linear: Codes | Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        linear = self.fault.linear(name, linear)
+        weight = linear[0].double() if isinstance(linear, Tensor) else dequantize(linear, self.form)[0]
+        weight = (weight.bfloat16() if self.rounding.weights else weight).float()
+        # Row by row, so that a row's sums do not depend on its batch.
+        y = torch.stack([weight @ row for row in x]) if len(x) else x.new_zeros(0, len(weight))
+        y = y if bias is None else y + bias.float()
+        return y.bfloat16().float() if self.rounding.products else y
