@@ -1,0 +1,23 @@
+// activation.cuh - how an expert joins a gate and an up value, fp32; ACTIVATION is the code of runtime/kernels/shape.py's Activation.
+#pragma once
+#ifndef ACTIVATION
+#define ACTIVATION 0
+#endif
+
+// 1 / (1 + exp(-x)), good to 2 ulp; exp may become infinite, the quotient is 0 then
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+
+__device__ __forceinline__ float activate(float gate, float up) {
+#if ACTIVATION == 0  // silu
+  return gate * sigmoid(gate) * up;
+#elif ACTIVATION == 1  // gelu
+  return 0.5f * gate * (1.0f + erff(gate * 0.70710678118654752f)) * up;
+#elif ACTIVATION == 2  // gelu_tanh: (1 + tanh u) / 2 is sigmoid(2 u)
+  return gate * sigmoid(1.5957691216057308f * (gate + 0.044715f * gate * gate * gate)) * up;
+#elif ACTIVATION == 3  // clamped: gpt-oss
+  gate = fminf(gate, 7.0f);
+  return gate * sigmoid(1.702f * gate) * (fminf(fmaxf(up, -7.0f), 7.0f) + 1.0f);
+#else
+#error "no such ACTIVATION"
+#endif
+}

@@ -1,0 +1,99 @@
+"""Launches of cuda/combine.cu: rows gathered in sorted order, activated, and summed over the top k."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.kernels.arguments import Argument
+from runtime.kernels.compile import Source, load
+from runtime.kernels.device import current_gpu
+from runtime.kernels.launch import Kernel
+from runtime.kernels.layout import Part
+from runtime.kernels.route import Route
+from runtime.kernels.shape import Activation
+
+_ROWS, _COMBINE_THREADS = 8, 128  # of a block, as in the source
+_SUFFIX = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def source(activation: Activation) -> Source:
+    """cuda/combine.cu for one activation."""
+    return Source("combine.cu", (("ACTIVATION", activation.code),))
+
+
+@dataclass(frozen=True, slots=True)
+class BiasPlace:
+    """Where the kernels find a pair's bias: a part of its expert's slot.
+
+    Attributes:
+        pool: uint8 [S, slot_bytes].
+        part: `SlotLayout.gate_up_bias` or `down_bias`.
+        slot_of: int32 [E].
+        top_k_index: int32 [M, k].
+    """
+
+    pool: Tensor
+    part: Part
+    slot_of: Tensor
+    top_k_index: Tensor
+
+    def arguments(self) -> tuple[Argument, ...]:
+        slot_bytes = np.int64(self.pool.stride(0))
+        return self.top_k_index, self.slot_of, self.pool, slot_bytes, np.int64(self.part.offset_bytes)
+
+
+_NO_BIAS: tuple[Argument, ...] = (None, None, None, np.int64(0), np.int64(0))
+
+
+def gather_rows(x: Tensor, route: Route, out: Tensor) -> None:
+    """out[i] = x[token of sorted pair i] for the sorted pairs; BF16 [M, H] to [capacity, H], other rows left alone."""
+    capacity, hidden_size = out.shape
+    args = (x, route.pairs, route.num_sorted, capacity, route.top_k, hidden_size, out)
+    _kernel(current_gpu().index, "gather_rows", Activation.silu).launch(-(-capacity // _ROWS), args)
+
+
+def activate_rows(gate_up: Tensor, route: Route, activation: Activation, bias: BiasPlace | None, out: Tensor) -> None:
+    """out[i] = activation of gate_up[i] for the sorted pairs: BF16 or float32 [capacity, 2I] to BF16 [capacity, I]."""
+    capacity, inner = out.shape
+    args = (gate_up, route.pairs, route.num_sorted, capacity, inner, *_bias(bias), out)
+    kernel = _kernel(current_gpu().index, f"activate_{_SUFFIX[gate_up.dtype]}", activation)
+    kernel.launch(-(-capacity // _ROWS), args)
+
+
+def combine_rows(
+    p: Tensor,
+    route: Route,
+    top_k_weights: Tensor,
+    bias: BiasPlace | None,
+    out: Tensor,
+    num_tokens: Tensor | None = None,
+) -> None:
+    """out[t] = sum over j of top_k_weights[t, j] * p[position of (t, j)], in float32 and in the order of j.
+
+    Args:
+        p: BF16 or float32 [>= num_sorted, H], rows in the order of `route.pairs`.
+        route: of these tokens; a pair without a key adds nothing.
+        top_k_weights: float32 [M, k], contiguous.
+        bias: what to add to every row of p.
+        out: BF16 [M, H]; all of it is written, or its first num_tokens rows.
+        num_tokens: int32 [1] on the device, when fewer than M rows count.
+    """
+    tokens, hidden_size = out.shape
+    kernel = _kernel(current_gpu().index, f"combine_{_SUFFIX[p.dtype]}", Activation.silu)
+    args = (p, route.position, top_k_weights, num_tokens, route.top_k, hidden_size, *_bias(bias), out)
+    kernel.launch((tokens, -(-hidden_size // (8 * _COMBINE_THREADS))), args)
+
+
+def _bias(bias: BiasPlace | None) -> tuple[Argument, ...]:
+    return _NO_BIAS if bias is None else bias.arguments()
+
+
+@cache
+def _kernel(gpu_index: int, name: str, activation: Activation) -> Kernel:
+    """A kernel on the current GPU; `gpu_index` only keeps those of different GPUs apart."""
+    return Kernel(load(source(activation)), name, _COMBINE_THREADS if name.startswith("combine") else 32 * _ROWS)
