@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.kernels import combine, dequant, route
+from runtime.kernels import combine, dequant, read_bytes, route
 from runtime.kernels.compile import Source
 from runtime.kernels.shape import Activation, WeightForm
 
@@ -32,6 +32,7 @@ class Entry:
 # Every `.cu` file has entries here for sm_80 and for sm_90 or sm_90a; one for each set of values that differs in kind.
 CATALOG: tuple[Entry, ...] = (
     Entry(route.SOURCE, 64),
+    Entry(read_bytes.SOURCE, 32),
     *(Entry(combine.source(activation), 64) for activation in Activation),
     *(Entry(dequant.source(WeightForm(kind, group)), 64) for kind in ("int4", "int8") for group in (32, 64, 128)),
 )
