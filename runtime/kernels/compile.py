@@ -86,7 +86,8 @@ def options(source: Source, arch: str) -> tuple[str, ...]:
         f"-I{cuda_headers()}",
         f"-DHEADERS_{headers_digest()}",
         *(f"-D{name}={value}" for name, value in source.defines),
-        "--ptxas-options=-v",  # the bytes of spills are in the log only
+        "--ptxas-options=-v",  # the bytes of spills are in the log only,
+        "--no-cache",  # which is empty when NVRTC takes the code from the driver's cache instead of running ptxas
     )
 
 

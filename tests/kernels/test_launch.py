@@ -157,6 +157,12 @@ class TestLaunch:
             assert function.shared_size_bytes == resources.static_smem_bytes
             assert function.local_size_bytes == resources.stack_bytes
 
+    def test_compiles_anew_what_the_driver_keeps(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With a driver NVRTC has a cache of its own, which leaves nothing in the log; ours may be emptied any time."""
+        first = load(SOURCE).resources
+        monkeypatch.setenv("MOESPEQ_CACHE_DIR", str(tmp_path))
+        assert load(SOURCE).resources == first
+
     def test_threads_launch_at_once(self) -> None:
         """Each thread packs its own arguments, also one that has not used CUDA before."""
         kernel = Kernel(load(SOURCE), "step", 128)
