@@ -142,6 +142,55 @@ def linear(
     print(measure.table(rows))
 
 
+@bench.command()
+def kernels(
+    geometry: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--geometry",
+            help="Name of a model, all, or EXPERTS:TOP_K:HIDDENxINTER[:ACTIVATION][:bias]; repeat it for more",
+            show_default="four models",
+        ),
+    ] = None,
+    form: Annotated[
+        list[str] | None,
+        typer.Option("--form", help="int4, int8 or bf16; repeat it for more", show_default="int4 and bf16"),
+    ] = None,
+    tokens: Annotated[
+        str, typer.Option("--tokens", help="Tokens of a call, comma-separated")
+    ] = "1,2,4,6,8,16,32,64,128,256,512,1024,4096",
+    group_size: Annotated[
+        int, typer.Option("--group-size", help="Columns that share a scale of int4; -1 is one a row")
+    ] = 128,
+    candidate: Annotated[
+        list[str] | None,
+        typer.Option("--candidate", help="A way to compute; repeat it for more", show_default="all but variants"),
+    ] = None,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Probe every kernel before timing it")] = True,
+    seed_table: Annotated[
+        bool, typer.Option("--seed-table", help="Also a loop over experts against ours, for four widths of 60 experts")
+    ] = False,
+    tune: Annotated[
+        Path | None, typer.Option("--tune", help="Write which kernel is best from how many tokens on to this profile")
+    ] = None,
+    output: Output = None,
+) -> None:
+    """Expert kernels on the GPU: right first, then time, bandwidth and distance from the floor"""
+    from moespeq_cli.bench import kernels as measure
+    from moespeq_cli.bench.geometry import SEED_TABLE, parse_geometries
+    from moespeq_cli.bench.kernel_session import KernelSession, parse_forms
+
+    plan = measure.Plan(parse_geometries(geometry), parse_forms(form, group_size), sorted(set(_numbers(tokens))), check)
+    _require_file(output)
+    session = KernelSession.open(plan, candidate, tune)
+    cases = len(plan.cases) + (len(SEED_TABLE) if seed_table else 0)
+    console.note(session.announcement())
+    with console.progress("layers", cases) as bar:
+        session.measure(bar.advance, seed_table)
+    _finish(output, session.result())
+    print(session.text())
+
+
 def _open(pack: Path | None, artifacts: Path) -> tuple[Any, Any, frozenset[int]]:
     from moespeq_cli.options import model_folder
     from moespeq_cli.run.ready import open_pack
@@ -171,6 +220,18 @@ def _numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise InputError(expected="whole numbers, comma-separated", found=text, mend="correct the option") from None
+
+
+def _require_file(output: Path | None) -> None:
+    """Fail before long work where its figures could not be written."""
+    from runtime.artifacts.folder import write_guard
+    from runtime.errors import InputError
+
+    if output is not None:
+        if output.is_dir():
+            raise InputError(expected="a file for --json", found=f"the folder {output}", mend="name a file in it")
+        with write_guard("the figures", output.parent):
+            output.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _finish(output: Path | None, result: dict[str, Any]) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+import subprocess
 import sys
+import tomllib
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,56 @@ def environment() -> dict[str, Any]:
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        "packages": {name: version(name) for name in ("moespeq", "torch", "transformers", "numpy")},
+        "packages": {name: _version(name) for name in ("moespeq", "torch", "transformers", "numpy")},
         "command": shlex.join(["moespeq", *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
+
+
+def gpu_environment() -> dict[str, Any]:
+    """The current GPU and what drives it: name, driver, CUDA, CuPy, and the sizes that figures depend on."""
+    import torch
+
+    facts = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "gpu": facts.name,
+        "compute_capability": f"{facts.major}.{facts.minor}",
+        "num_sms": facts.multi_processor_count,
+        "memory_bytes": facts.total_memory,
+        "l2_bytes": facts.L2_cache_size,
+        "driver": _driver(),
+        "cuda": torch.version.cuda,
+        "cupy": next((found for name in _CUPY if (found := _version(name)) != UNKNOWN), UNKNOWN),
+    }
+
+
+UNKNOWN = "unknown"
+_CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+
+
+def _version(package: str) -> str:
+    """Of an installed package; of moespeq in a checkout that is not installed, what its project file says."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        project = Path(__file__).parents[2] / "pyproject.toml"
+        if package != "moespeq" or not project.is_file():
+            return UNKNOWN
+        return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
+
+
+def _driver() -> str:
+    """Version of the GPU's driver."""
+    try:
+        first = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
+        return next(word for word in first.split() if word[0].isdigit() and "." in word)
+    except (OSError, IndexError, StopIteration):
+        pass
+    try:
+        ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(ask, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
+    except (OSError, IndexError, subprocess.SubprocessError):
+        return UNKNOWN
 
 
 def _cpu() -> str:

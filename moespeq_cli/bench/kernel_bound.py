@@ -29,10 +29,12 @@ class Rounding:
     Attributes:
         weights: codes are expanded to BF16 weights.
         products: gate, up and down leave their products as BF16.
+        everything: every operation between products is rounded too, the sum over experts and router weights included.
     """
 
     weights: bool = False
     products: bool = False
+    everything: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,8 @@ def answers(
     weights = top_k_weights.double().unsqueeze(-1)
     y, total = (weights * p).sum(1), (weights * p).abs().sum(1)
     lost = (weights.abs() * error).sum(1) + _joined(total, (shape.top_k + 1) * U32 * total, sums, 2.0, y)
+    if rounding.everything:
+        lost = lost + (shape.top_k + 2) * U16 * total
     return Interval((y - lost).bfloat16(), (y + lost).bfloat16(), y)
 
 
@@ -110,6 +114,8 @@ def _expert(experts: Experts, expert: int, x: Tensor, rounding: Rounding, sums: 
     gate_up = experts.weight("gate_up", expert)
     value, error = _product(x, gate_up, experts.bias("gate_up", expert), rounding, sums)
     h, lost = _activate(experts.shape.activation, value, error, sums)
+    if rounding.everything:  # the activation's steps, and what the rounding of an exponential's argument makes of it
+        lost = lost + U16 * (5 + 2 * value.chunk(2, dim=-1)[0].abs().clamp(max=60)) * h.abs()
     rounded = h.bfloat16().double()
     flip = torch.maximum((h + lost).bfloat16().double() - rounded, rounded - (h - lost).bfloat16().double())
     down = experts.weight("down", expert)

@@ -56,13 +56,14 @@ class Candidate(Protocol):
 
     Attributes:
         name: for tables; where it is one of `BACKENDS`, a profile can choose it.
-        rounding: where it rounds besides h and y.
         row_invariant: whether a row has the same bits in any batch of few tokens.
     """
 
     name: str
-    rounding: Rounding
     row_invariant: bool
+
+    def rounding(self, form: WeightForm) -> Rounding:
+        """Where it rounds besides h and y."""
 
     def max_tokens(self, shape: ExpertShape, form: WeightForm) -> int:
         """The most tokens that it computes at once; 0 where it cannot compute such a layer at all."""

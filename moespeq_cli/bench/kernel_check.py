@@ -179,19 +179,20 @@ class Checker:
         layer = self._layer(probe.experts)
         right: dict[Rounding, Interval] = {}
         for candidate, limit, prepared in self._prepared:
-            if candidate.rounding not in right:
-                right[candidate.rounding] = answers(
+            rounding = candidate.rounding(self.form)
+            if rounding not in right:
+                right[rounding] = answers(
                     probe.experts,
                     probe.batch.x,
                     probe.batch.top_k_index,
                     probe.batch.top_k_weights,
-                    candidate.rounding,
+                    rounding,
                     probe.sums,
                 )
             for count in (count for count in FEW + MANY if count <= limit):
                 rows = slice(0, count)
                 y = compute(prepared, layer, probe.batch.rows(rows))
-                interval = right[candidate.rounding].rows(rows)
+                interval = right[rounding].rows(rows)
                 self._record(candidate, probe.name, count, interval.wrong(y), exact_share=interval.exact_share)
 
     def _promises(self, experts: Experts) -> None:
@@ -224,9 +225,8 @@ class Checker:
         here = torch.arange(self.shape.num_experts, device=layer.slot_of.device) % 3 != 1
         some = Layer(layer.pool, torch.where(here, layer.slot_of, -1).int())
         y = compute(prepared, some, batch)
-        right = answers(
-            experts, batch.x, batch.top_k_index, batch.top_k_weights, candidate.rounding, "float", present=here
-        )
+        rounding = candidate.rounding(self.form)
+        right = answers(experts, batch.x, batch.top_k_index, batch.top_k_weights, rounding, "float", present=here)
         self._record(candidate, "experts that are not here", len(batch), right.wrong(y))
         rest = Layer(layer.pool, torch.where(here, -1, layer.slot_of).int())
         out = poisoned(batch)

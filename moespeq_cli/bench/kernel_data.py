@@ -143,7 +143,8 @@ def column_of(shape: ExpertShape, expert: int, row: Tensor) -> Tensor:
 def _random_linear(form: WeightForm, size: tuple[int, int, int], generator: torch.Generator) -> Linear:
     device = generator.device
     if not form.is_coded:
-        return torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16) * size[2] ** -0.5
+        weights = torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
+        return weights.mul_(size[2] ** -0.5)
     codes = torch.randint(0, 2 * form.zero, size, dtype=torch.uint8, generator=generator, device=device)
     spread = 0.5 + torch.rand(*size[:2], form.groups(size[2]), generator=generator, device=device)
     return Codes(codes, (spread * (size[2] ** -0.5 / (0.58 * form.zero))).half())

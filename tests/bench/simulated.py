@@ -42,16 +42,19 @@ class Simulated:
 
     fault: Fault
     name: str = "fused"
-    rounding: Rounding = field(default_factory=Rounding)
+    rounds: Rounding = field(default_factory=Rounding)
     row_invariant: bool = True
     most: int = 100
+
+    def rounding(self, form: WeightForm) -> Rounding:
+        return self.rounds
 
     def max_tokens(self, shape: ExpertShape, form: WeightForm) -> int:
         return self.most
 
     def prepare(self, shape: ExpertShape, form: WeightForm, max_tokens: int) -> Prepared:
         assert max_tokens <= self.most
-        return Prepared(shape, form, self.fault, self.rounding)
+        return Prepared(shape, form, self.fault, self.rounds)
 
 
 class Prepared:

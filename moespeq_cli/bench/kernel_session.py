@@ -1,0 +1,196 @@
+"""One run of `bench kernels` on the GPU: what is asked for is checked first, and nothing is written before the end."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from moespeq_cli.bench import kernels
+from moespeq_cli.bench.environment import environment, gpu_environment
+from moespeq_cli.bench.kernel_candidate import Candidate
+from moespeq_cli.bench.kernel_check import Checker
+from moespeq_cli.bench.kernel_library import Grouped, Loop
+from moespeq_cli.bench.kernel_ours import SEED_LAYOUT, Fused
+from moespeq_cli.bench.kernel_time import Machine, measure_machine
+from moespeq_cli.bench.kernels import Plan, Result
+from moespeq_cli.bench.tune import SAME, write_profile
+from runtime.artifacts.folder import write_guard
+from runtime.config import FusedKernel, load_profile
+from runtime.errors import InputError
+from runtime.kernels.device import current_gpu
+from runtime.kernels.fused import FusedConfig
+from runtime.kernels.shape import BITS, WeightForm
+
+Advance = Callable[[], None]
+TUNED_TOKENS = (1, 6)  # where the shape of the fused kernel is chosen
+SHAPES = (
+    *(FusedConfig(team=team) for team in (1, 2, 8)),
+    *(FusedConfig(k_split=parts) for parts in (2, 8)),
+    FusedConfig(block_dim=256),
+    FusedConfig(block_dim=256, team=2),
+    FusedConfig(block_dim=1024),
+)
+
+
+def candidates() -> list[Candidate]:
+    """Every way to compute that the benchmark knows."""
+    return [Fused(), Grouped(), Loop(), Fused(SEED_LAYOUT, "interleaved")]
+
+
+DEFAULT = ("fused", "gemm", "grouped", "loop")  # the rest are variants
+
+
+def parse_forms(names: Sequence[str] | None, group_size: int) -> list[WeightForm]:
+    """Weight forms by name; INT4 in groups, INT8 with one scale a row.
+
+    Raises:
+        InputError: no such form.
+        ShapeError: no such group size.
+    """
+    forms = []
+    for name in dict.fromkeys(names or ("int4", "bf16")):
+        kind = next((kind for kind in BITS if kind == name), None)
+        if kind is None:
+            raise InputError(expected=f"a form of {', '.join(BITS)}", found=repr(name), mend="correct --form")
+        forms.append(WeightForm(kind, -1 if kind == "int8" else group_size if kind == "int4" else 128))
+    return forms
+
+
+def choose_candidates(names: Sequence[str] | None) -> list[Candidate]:
+    """Candidates by name, in the order of the tables.
+
+    Raises:
+        InputError: no such candidate.
+    """
+    known = {candidate.name: candidate for candidate in candidates()}
+    if unknown := [name for name in names or () if name not in known]:
+        raise InputError(
+            expected=f"a candidate of {', '.join(known)}", found=repr(unknown[0]), mend="correct --candidate"
+        )
+    return [candidate for name, candidate in known.items() if name in (names or DEFAULT)]
+
+
+class KernelSession:
+    """What is measured, and what was found.
+
+    Args:
+        plan: layers, forms and numbers of tokens.
+        chosen: ways to compute.
+        profile: where a measured table goes, if anywhere.
+    """
+
+    def __init__(self, plan: Plan, chosen: Sequence[Candidate], profile: Path | None) -> None:
+        self._plan, self._candidates, self._profile = plan, chosen, profile
+        self._machine: Machine | None = None
+        self._results: list[Result] = []
+        self._seed_results: list[Result] = []
+        self._tuned: dict[str, Any] | None = None
+
+    @classmethod
+    def open(cls, plan: Plan, names: Sequence[str] | None, profile: Path | None) -> KernelSession:
+        """Check all that can be checked before any work.
+
+        Raises:
+            KernelError: no GPU that will do, or no CuPy.
+            InputError: an unknown candidate, no tokens, or a file at `profile` that is no profile.
+        """
+        if not plan.tokens or min(plan.tokens) < 1:
+            raise InputError(
+                expected="--tokens as whole numbers of 1 or more", found=f"{list(plan.tokens)}", mend="write 1,6,64"
+            )
+        chosen = choose_candidates(names)
+        if profile is not None and profile.exists():
+            load_profile(str(profile))
+        current_gpu()
+        from runtime.kernels.read_bytes import ReadBytes
+
+        ReadBytes()
+        return cls(plan, chosen, profile)
+
+    def announcement(self) -> str:
+        """What will be done."""
+        names = ", ".join(candidate.name for candidate in self._candidates)
+        return (
+            f"{len(self._plan.cases)} layers on {current_gpu().name}: {names} at "
+            f"{', '.join(map(str, self._plan.tokens))} tokens{'' if self._plan.check else ', unchecked'}"
+        )
+
+    def measure(self, advance: Advance, seed_table: bool) -> None:
+        """Do it; a profile is written at the end.
+
+        Raises:
+            KernelError: a kernel gave a wrong answer.
+            PlanError: a layer that does not fit.
+        """
+        self._machine = measure_machine()
+        self._results = kernels.measure(self._plan, self._candidates, self._machine, advance)
+        if seed_table:
+            self._seed_results = kernels.measure_seed_table(
+                self._candidates, self._machine, advance, seed=self._plan.seed
+            )
+        if self._profile is not None:
+            self._write_profile(self._profile, self._machine)
+
+    def result(self) -> Result:
+        """Everything, for JSON; `environment` with the GPU's facts."""
+        assert self._machine is not None
+        return {
+            "gpu": gpu_environment(),
+            "machine": dataclasses.asdict(self._machine),
+            "cases": self._results,
+            "seed_table": self._seed_results,
+            "tuned": self._tuned,
+        }
+
+    def text(self) -> str:
+        """Everything, for reading: Markdown."""
+        assert self._machine is not None
+        machine, gpu = self._machine, gpu_environment()
+        names = [candidate.name for candidate in self._candidates]
+        labels = {geometry.name: geometry.label for geometry in self._plan.geometries}
+        parts = [
+            f"{gpu['gpu']}, {gpu['num_sms']} SMs, driver {gpu['driver']}, CUDA {gpu['cuda']}, CuPy {gpu['cupy']}. "
+            f"Measured: reading {machine.read_gb_per_s:.0f} GB/s, copying {machine.copy_gb_per_s:.0f} GB/s (read and "
+            f"written), BF16 products {machine.tflop_per_s:.0f} TFLOP/s. Microseconds a call: median (10-90 %)."
+        ]
+        for result in self._results:
+            title = kernels.case_title(result, labels[result["geometry"]])
+            parts.append(f"{title}\n\n{kernels.case_table(result, names)}")
+        if self._seed_results:
+            parts.append(
+                f"Loop against ours, 60 experts, top-4, 2048 x inter\n\n{kernels.seed_table(self._seed_results)}"
+            )
+        if self._tuned is not None:
+            parts.append(f"Best from how many tokens on is in {self._profile}")
+        return "\n\n".join(parts)
+
+    def _write_profile(self, profile: Path, machine: Machine) -> None:
+        table = kernels.tune(self._results, self._candidates)
+        shape = self._best_shape(machine)
+        facts, gpu = environment(), gpu_environment()
+        notes = [
+            f"{gpu['gpu']}, driver {gpu['driver']}, {facts['date']}",
+            f"torch {facts['packages']['torch']}, CUDA {gpu['cuda']}, CuPy {gpu['cupy']}, "
+            f"moespeq {facts['packages']['moespeq']}",
+            facts["command"],
+        ]
+        with write_guard("the profile", profile.parent):
+            profile.parent.mkdir(parents=True, exist_ok=True)
+            write_profile(profile, table, shape, notes)
+        self._tuned = {"kernel_dispatch": table.to_list(), "fused_kernel": dataclasses.asdict(shape)}
+
+    def _best_shape(self, machine: Machine) -> FusedKernel:
+        """The fused kernel's shape that is fastest over all cases; the default unless another is clearly faster."""
+        shapes = {"default": FusedConfig()} | {f"shape {number}": config for number, config in enumerate(SHAPES)}
+        fused: list[Candidate] = [Fused(config, name) for name, config in shapes.items()]
+        plan = dataclasses.replace(self._plan, tokens=TUNED_TOKENS, check=False)
+        rows = [row for case in kernels.measure(plan, fused, machine, lambda: None) for row in case["rows"]]
+        best = kernels.best_shape([kernels.medians(row) for row in rows], "default", SAME)
+        if best != "default":
+            for geometry, form in self._plan.cases:
+                Checker(
+                    geometry.shape, form, [candidate for candidate in fused if candidate.name == best], "cuda"
+                ).run()
+        return FusedKernel(**dataclasses.asdict(shapes[best]))
