@@ -1,19 +1,20 @@
 // route.cu - pairs of token and expert sorted by expert, or by the expert's slot: a stable counting sort on the device.
-// Keys       of pair p = t * top_k + j: expert e = top_k_index[t, j], or slot_of[e] when by_slot; none when slot_of[e] < 0
-// Inputs     top_k_index  int32 [max_tokens, top_k]  distinct experts within a row; one outside 0..num_experts-1 has no key
+// Key        of pair p = t * top_k + j with expert e = top_k_index[t, j]: e, or slot_of[e] when by_slot; none when
+//            slot_of[e] < 0 or e is outside 0..num_experts-1
+// Inputs     top_k_index  int32 [max_tokens, top_k]  distinct experts within a row
 //            slot_of      int32 [num_experts]        place in the pool, -1 not here
 //            num_tokens   int32 [1] or null          tokens of this call, at most max_tokens; null for max_tokens
 // Outputs    num_active   int32 [1]                  keys with at least one pair
 //            active       int32 [num_keys]           these keys, ascending; the rest is left alone
-//            first        int32 [num_keys + 1]       where each active key's pairs begin; first[num_active] ends the last
+//            first        int32 [num_keys + 1]       where each active key's pairs begin; first[num_active]: where all end
 //            ends         int32 [num_keys]           where the pairs of every key end, keys without pairs included
 //            pairs        int32 [max_tokens * top_k] sorted by (key, p); the rest is left alone
 //            position     int32 [max_tokens * top_k] where in pairs each pair is, -1 without a key
-// Launch     chunk = 1024 * ITEMS pairs a block, ITEMS of 1, 4, 16 in the kernel's name, grid ceil(max_tokens * top_k / chunk).
-//            route_place alone for a grid of 1; else route_count before it, with the same grid, and block_counts int32
-//            [grid, num_keys] between them. route_place may start before route_count has ended (programmatic launch).
-// Shared     route_count num_keys * 4 + num_experts * 2; route_place num_keys * (8 + 2 * 32) + num_experts * 2, rounded up to 4
-// Needs      num_keys <= 1024 (a thread each), num_experts <= 1024, top_k * max_tokens < 2^31 - 16384, sm_80
+// Launch     chunk = 1024 * ITEMS pairs a block, ITEMS of 1 or 4 in the kernel's name, grid ceil(max_tokens * top_k / chunk).
+//            route_place alone for a grid of 1; else route_count before it with the same grid, block_counts int32
+//            [grid, num_keys] between them; route_place may start before route_count has ended (programmatic launch)
+// Shared     route_count num_keys * 4 + num_experts * 2, route_place chunk * 6 + num_keys * 72 + num_experts * 2
+// Needs      num_keys <= 1024 (a thread each), num_experts <= 1024, max_tokens * top_k < 2^31 - 2^15, sm_80
 // Numerics   integers only; the order depends on nothing but the inputs, so it is the same in every run
 // Reference  sort_pairs in tests/kernels/test_route.py
 
@@ -111,7 +112,7 @@ __device__ __forceinline__ void add_chunks(int* total, int* before, const int* b
   const int key = threadIdx.x & (width - 1);
   if (key >= num_keys) return;
   int all = 0, earlier = 0;
-#pragma unroll 4
+#pragma unroll 8
   for (int chunk = threadIdx.x / width; chunk < num_chunks; chunk += THREADS / width) {
     const int count = block_counts[static_cast<long long>(chunk) * num_keys + key];
     all += count;
@@ -128,10 +129,13 @@ __device__ __forceinline__ void place(const int* __restrict__ top_k_index, const
                                       int* __restrict__ num_active, int* __restrict__ active, int* __restrict__ first,
                                       int* __restrict__ ends, int* __restrict__ pairs, int* __restrict__ position) {
   extern __shared__ int shared[];
-  int* const total = shared;                                                      // [num_keys]
-  int* const begin = total + num_keys;                                            // [num_keys]
-  u16* const counts = reinterpret_cast<u16*>(begin + num_keys);  // [WARPS, num_keys]
-  short* const key_of = reinterpret_cast<short*>(counts + WARPS * num_keys);      // [num_experts]
+  __shared__ int sorted_in_chunk;
+  int* const total = shared;                                          // [num_keys] first in all chunks, then see below
+  int* const begin = total + num_keys;                                // [num_keys] first in earlier chunks, then see below
+  int* const sorted = begin + num_keys;                               // [THREADS * ITEMS] the chunk's pairs by key
+  u16* const sorted_key = reinterpret_cast<u16*>(sorted + THREADS * ITEMS);  // [THREADS * ITEMS]
+  u16* const counts = sorted_key + THREADS * ITEMS;                   // [WARPS, num_keys]
+  short* const key_of = reinterpret_cast<short*>(counts + WARPS * num_keys);  // [num_experts]
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
   int key[ITEMS];
@@ -172,11 +176,16 @@ __device__ __forceinline__ void place(const int* __restrict__ top_k_index, const
   const int my_key = threadIdx.x;
   int in_chunk = 0;
   if (my_key < num_keys) {
-#pragma unroll 8
-    for (int w = 0; w < num_warps; ++w) {
-      const int count = counts[w * num_keys + my_key];
-      counts[w * num_keys + my_key] = in_chunk;
-      in_chunk += count;
+    constexpr int BATCH = 8;  // loads in flight
+    for (int w = 0; w < num_warps; w += BATCH) {
+      int count[BATCH];
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) count[i] = w + i < num_warps ? counts[(w + i) * num_keys + my_key] : 0;
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        if (w + i < num_warps) counts[(w + i) * num_keys + my_key] = in_chunk;
+        in_chunk += count[i];
+      }
     }
   }
   const int num_chunks = (pairs_now + THREADS * ITEMS - 1) / (THREADS * ITEMS);
@@ -186,31 +195,54 @@ __device__ __forceinline__ void place(const int* __restrict__ top_k_index, const
     __syncthreads();
   }
   const int count = my_key >= num_keys ? 0 : num_chunks > 1 ? total[my_key] : in_chunk;
-  const long long mask = (1ll << 32) - 1;  // active keys in the high half, pairs in the low half
-  const long long own = (static_cast<long long>(count > 0) << 32) | count;
-  const long long through = sum_up_to(own);
-  const int start = static_cast<int>((through - own) & mask), index = static_cast<int>((through - own) >> 32);
-  if (my_key < num_keys) begin[my_key] += start;
+
+  // one sum over the keys for three numbers: pairs (31 bits), active keys (11 bits), pairs in this chunk (13 bits)
+  const long long own = static_cast<long long>(in_chunk) << 42 | static_cast<long long>(count > 0) << 31 | count;
+  const long long through = sum_up_to(own), earlier = through - own;
+  const int start = static_cast<int>(earlier & 0x7fffffff), start_in_chunk = static_cast<int>(earlier >> 42);
+  if (my_key < num_keys) {
+    const int here = start + begin[my_key];  // where this chunk's pairs of the key begin in `pairs`,
+    begin[my_key] = start_in_chunk;          // in `sorted`,
+    total[my_key] = here - start_in_chunk;   // and how far the one is from the other
+  }
   if (blockIdx.x == 0) {
     if (my_key < num_keys) ends[my_key] = start + count;
     if (count > 0) {
+      const int index = static_cast<int>(earlier >> 31) & 0x7ff;
       active[index] = my_key;
       first[index] = start;
     }
     if (threadIdx.x == THREADS - 1) {
-      *num_active = static_cast<int>(through >> 32);
-      first[through >> 32] = static_cast<int>(through & mask);
+      const int all = static_cast<int>(through >> 31) & 0x7ff;
+      *num_active = all;
+      first[all] = static_cast<int>(through & 0x7fffffff);
     }
   }
+  if (threadIdx.x == THREADS - 1) sorted_in_chunk = static_cast<int>(through >> 42);
   __syncthreads();
-  if (warp >= num_warps) return;
+
+  const bool direct = pairs_now - chunk_begin <= 8 * 32;  // few enough that scattered stores cost less than sorting them
+  if (warp < num_warps) {
 #pragma unroll
-  for (int i = 0; i < ITEMS; ++i) {
-    if (pair + 32 * i >= pairs_now) continue;
-    const int where = key[i] < 0 ? -1 : begin[key[i]] + mine[key[i]] + rank[i];
-    position[pair + 32 * i] = where;
-    if (where >= 0) pairs[where] = pair + 32 * i;
+    for (int i = 0; i < ITEMS; ++i) {
+      if (pair + 32 * i >= pairs_now) continue;
+      int where = -1;
+      if (key[i] >= 0) {
+        const int in_sorted = begin[key[i]] + mine[key[i]] + rank[i];
+        where = in_sorted + total[key[i]];
+        if (direct) {
+          pairs[where] = pair + 32 * i;
+        } else {
+          sorted[in_sorted] = pair + 32 * i;
+          sorted_key[in_sorted] = key[i];
+        }
+      }
+      position[pair + 32 * i] = where;
+    }
   }
+  if (direct) return;
+  __syncthreads();
+  for (int i = threadIdx.x; i < sorted_in_chunk; i += THREADS) pairs[i + total[sorted_key[i]]] = sorted[i];
 }
 
 #define ROUTE(ITEMS)                                                                                                   \
@@ -230,4 +262,3 @@ __device__ __forceinline__ void place(const int* __restrict__ top_k_index, const
 
 ROUTE(1)
 ROUTE(4)
-ROUTE(16)
