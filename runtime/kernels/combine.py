@@ -17,7 +17,7 @@ from runtime.kernels.layout import Part
 from runtime.kernels.route import Route
 from runtime.kernels.shape import Activation
 
-_ROWS, _COMBINE_THREADS = 8, 128  # of a block, as in the source
+_ROWS, _SEGMENT, _TOKEN_THREADS = 8, 512, 128  # WARPS, SEGMENT and TOKEN_THREADS of the source
 _SUFFIX = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -50,11 +50,15 @@ class BiasPlace:
 _NO_BIAS: tuple[Argument, ...] = (None, None, None, np.int64(0), np.int64(0))
 
 
-def gather_rows(x: Tensor, route: Route, out: Tensor) -> None:
-    """out[i] = x[token of sorted pair i] for the sorted pairs; BF16 [M, H] to [capacity, H], other rows left alone."""
-    capacity, hidden_size = out.shape
-    args = (x, route.pairs, route.num_sorted, capacity, route.top_k, hidden_size, out)
-    _kernel(current_gpu().index, "gather_rows", Activation.silu).launch(-(-capacity // _ROWS), args)
+def gather_rows(x: Tensor, route: Route, out: Tensor, num_tokens: Tensor | None = None) -> None:
+    """out[i] = x[token of sorted pair i] for the sorted pairs; BF16 [M, H] to [capacity, H], other rows left alone.
+
+    `num_tokens` as for `Route.build`.
+    """
+    tokens, hidden_size = x.shape
+    kernel = _kernel(current_gpu().index, "gather_rows", Activation.silu)
+    args = (x, route.position, num_tokens, route.top_k, hidden_size, out)
+    kernel.launch((tokens, -(-hidden_size // (8 * _TOKEN_THREADS))), args)
 
 
 def activate_rows(gate_up: Tensor, route: Route, activation: Activation, bias: BiasPlace | None, out: Tensor) -> None:
@@ -62,7 +66,7 @@ def activate_rows(gate_up: Tensor, route: Route, activation: Activation, bias: B
     capacity, inner = out.shape
     args = (gate_up, route.pairs, route.num_sorted, capacity, inner, *_bias(bias), out)
     kernel = _kernel(current_gpu().index, f"activate_{_SUFFIX[gate_up.dtype]}", activation)
-    kernel.launch(-(-capacity // _ROWS), args)
+    kernel.launch((-(-capacity // _ROWS), -(-inner // _SEGMENT)), args)
 
 
 def combine_rows(
@@ -86,7 +90,7 @@ def combine_rows(
     tokens, hidden_size = out.shape
     kernel = _kernel(current_gpu().index, f"combine_{_SUFFIX[p.dtype]}", Activation.silu)
     args = (p, route.position, top_k_weights, num_tokens, route.top_k, hidden_size, *_bias(bias), out)
-    kernel.launch((tokens, -(-hidden_size // (8 * _COMBINE_THREADS))), args)
+    kernel.launch((tokens, -(-hidden_size // (8 * _TOKEN_THREADS))), args)
 
 
 def _bias(bias: BiasPlace | None) -> tuple[Argument, ...]:
@@ -96,4 +100,4 @@ def _bias(bias: BiasPlace | None) -> tuple[Argument, ...]:
 @cache
 def _kernel(gpu_index: int, name: str, activation: Activation) -> Kernel:
     """A kernel on the current GPU; `gpu_index` only keeps those of different GPUs apart."""
-    return Kernel(load(source(activation)), name, _COMBINE_THREADS if name.startswith("combine") else 32 * _ROWS)
+    return Kernel(load(source(activation)), name, 32 * _ROWS if name.startswith("activate") else _TOKEN_THREADS)

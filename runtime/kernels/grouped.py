@@ -78,7 +78,7 @@ class GroupedExperts:
         if self.scratch is not None:
             dequantize_experts(self.layout, self.pool, slot_of, route.active, route.num_active, self.scratch)
         xs, h = self._xs[:rows], self._h[:rows]
-        gather_rows(x, route, xs)
+        gather_rows(x, route, xs, num_tokens)
         gate_up = torch._grouped_mm(xs, self._gate_up.transpose(-2, -1), offs=route.ends)
         gate_up_bias, down_bias = self._biases(slot_of, top_k_index)
         activate_rows(gate_up, route, shape.activation, gate_up_bias, h)

@@ -19,7 +19,7 @@ _MAX_PAIRS = 2**31 - 2**15
 
 
 def items_per_thread(max_pairs: int) -> int:
-    """Pairs of a thread: many small blocks, as each SM stores slowly; fewer where adding up their counts takes longer."""
+    """Pairs of a thread: many small blocks, as an SM stores slowly; fewer where adding up their counts takes longer."""
     return 1 if max_pairs <= 64 * THREADS else 4
 
 

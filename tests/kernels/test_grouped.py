@@ -43,13 +43,18 @@ SHAPES = [
 ]
 
 
-def check_close(y: Tensor, stages: Stages, bf16_roundings: int) -> None:
+def check_close(y: Tensor, stages: Stages, bf16_roundings: int, extra: Tensor | float = 0.0) -> None:
     """Element by element, naming the worst."""
     assert torch.isfinite(y).all()
-    ratio = (y.double() - stages.y).abs() / error_bound(stages, bf16_roundings)
+    ratio = (y.double() - stages.y).abs() / (error_bound(stages, bf16_roundings) + extra)
     worst = int(ratio.argmax())
     where = divmod(worst, y.shape[1])
     assert ratio.flatten()[worst] <= 1, f"{where}: {float(y[where])} for {float(stages.y[where])}"
+
+
+def loop_roundings(stages: Stages, top_k_weights: Tensor) -> Tensor:
+    """What the loop's rounding of weights, products and partial sums to BF16 may add: half an ulp of each."""
+    return 2.0**-9 * (3 + top_k_weights.shape[1]) * (stages.p * top_k_weights[:, :, None]).abs().sum(1)
 
 
 @pytest.mark.parametrize("activation", list(Activation))
@@ -59,7 +64,7 @@ def test_the_loop_computes_the_layer(activation: Activation) -> None:
     x, top_k_index, top_k_weights = make_tokens(layout.shape, 9)
     y = LoopExperts(layout, pool, slot_of.tolist()).run(x, top_k_weights, tokens_by_expert(top_k_index))
     stages = compute_torch(x, top_k_index, top_k_weights, slot_experts(layout, pool, slot_of.tolist()), activation)
-    check_close(y, stages, 4)
+    check_close(y, stages, 3, loop_roundings(stages, top_k_weights))
 
 
 @pytest.mark.gpu
@@ -160,7 +165,8 @@ def test_grouped_product_computes_the_layer(shape: ExpertShape, form: WeightForm
         y = grouped.run(x, top_k_index, top_k_weights, slot_of)
         check_close(y, stages, 3)
         assert torch.equal(y, grouped.run(x, top_k_index, top_k_weights, slot_of))
-        check_close(loop.run(x, top_k_weights, tokens_by_expert(top_k_index)), stages, 6)
+        y = loop.run(x, top_k_weights, tokens_by_expert(top_k_index))
+        check_close(y, stages, 3, loop_roundings(stages, top_k_weights))
 
 
 @pytest.mark.gpu
