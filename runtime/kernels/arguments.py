@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,6 +17,16 @@ _INTEGERS = {1: "b", 2: "h", 4: "i", 8: "q"}
 _FLOATS = {2: "e", 4: "f", 8: "d"}
 _NUMPY = {f"i{n}": c for n, c in _INTEGERS.items()} | {f"u{n}": c.upper() for n, c in _INTEGERS.items()}
 _NUMPY |= {f"f{n}": c for n, c in _FLOATS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How arguments of certain types are written, and at which places some need more than that."""
+
+    layout: struct.Struct
+    tensors: tuple[int, ...]
+    nulls: tuple[int, ...]
+    blocks: tuple[int, ...]
 
 
 class Arguments:
@@ -39,7 +50,7 @@ class Arguments:
         self._values = ctypes.create_string_buffer(max(total, 1))
         base = ctypes.addressof(self._values)
         self._array = (ctypes.c_void_p * max(len(sizes), 1))(*(base + offset for offset in offsets))
-        self._layouts: dict[tuple[type | int, ...], struct.Struct] = {}
+        self._forms: dict[tuple[type, ...], _Form] = {}
         self.pointers = ctypes.addressof(self._array)
 
     def pack(self, values: tuple[Argument, ...]) -> None:
@@ -49,18 +60,28 @@ class Arguments:
             ShapeError: another number of arguments than parameters, a size or a type that does not fit, an int out of
                 range, a tensor that is not on a GPU.
         """
-        kinds = tuple([len(value) if isinstance(value, bytes) else type(value) for value in values])
-        layout = self._layouts.get(kinds)
-        if layout is None:
-            layout = self._layouts[kinds] = self._layout(values)
+        kinds = tuple(map(type, values))
+        form = self._forms.get(kinds)
+        if form is None or (form.blocks and not self._fit(values, form.blocks)):
+            form = self._forms[kinds] = self._form(values)
+        plain = list(values)
+        for place in form.tensors:
+            tensor = plain[place]
+            if not tensor.is_cuda:  # type: ignore[union-attr]
+                raise self._wrong("tensors on the GPU", self._shown(values))
+            plain[place] = tensor.data_ptr()  # type: ignore[union-attr]
+        for place in form.nulls:
+            plain[place] = 0
         try:
-            layout.pack_into(self._values, 0, *[_plain(value) for value in values])
+            form.layout.pack_into(self._values, 0, *plain)
         except struct.error as error:
             raise self._wrong("values that fit the parameters", f"{error}, for {self._shown(values)}") from error
-        except _NotOnGpu:
-            raise self._wrong("tensors on the GPU", self._shown(values)) from None
 
-    def _layout(self, values: tuple[Argument, ...]) -> struct.Struct:
+    def _fit(self, values: tuple[Argument, ...], blocks: tuple[int, ...]) -> bool:
+        """Whether structs have the lengths of their parameters; `struct` would cut or fill them up in silence."""
+        return all(len(values[place]) == self._sizes[place] for place in blocks)  # type: ignore[arg-type]
+
+    def _form(self, values: tuple[Argument, ...]) -> _Form:
         if len(values) != len(self._sizes):
             raise self._wrong(f"{len(self._sizes)} arguments", str(len(values)))
         codes = "<"
@@ -69,7 +90,12 @@ class Arguments:
             if code is None or struct.calcsize(f"<{code}") != size:
                 raise self._wrong(f"{size} bytes for parameter {number}", f"{type(value).__name__} {value!r}"[:200])
             codes += f"{-struct.calcsize(codes) % 8}x{code}"
-        return struct.Struct(codes)
+        return _Form(
+            struct.Struct(codes),
+            tensors=tuple(i for i, value in enumerate(values) if isinstance(value, torch.Tensor)),
+            nulls=tuple(i for i, value in enumerate(values) if value is None),
+            blocks=tuple(i for i, value in enumerate(values) if isinstance(value, bytes)),
+        )
 
     def _shown(self, values: tuple[Argument, ...]) -> str:
         return ", ".join(f"a tensor on {v.device}" if isinstance(v, torch.Tensor) else repr(v)[:40] for v in values)
@@ -78,18 +104,6 @@ class Arguments:
         return ShapeError(
             expected=f"{expected} of kernel {self._kernel}", found=found, mend="pass what the kernel's source declares"
         )
-
-
-class _NotOnGpu(Exception):
-    pass
-
-
-def _plain(value: Argument) -> int | float | bytes | np.generic:
-    if isinstance(value, torch.Tensor):
-        if not value.is_cuda:
-            raise _NotOnGpu
-        return value.data_ptr()
-    return 0 if value is None else value
 
 
 def _code(value: object, size: int) -> str | None:
