@@ -21,7 +21,7 @@ def environment() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in ("moespeq", "torch", "transformers", "numpy")},
-        "command": shlex.join(["moespeq", *sys.argv[1:]]),
+        "command": shlex.join(["moespeq", *map(_without_folder, sys.argv[1:])]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
 
@@ -41,6 +41,11 @@ def gpu_environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cupy": next((found for name in _CUPY if (found := _version(name)) != UNKNOWN), UNKNOWN),
     }
+
+
+def _without_folder(word: str) -> str:
+    """An argument; of an absolute path only its last part."""
+    return Path(word).name if word.startswith("/") else word
 
 
 UNKNOWN = "unknown"

@@ -193,7 +193,7 @@ class Checker:
                 rows = slice(0, count)
                 y = compute(prepared, layer, probe.batch.rows(rows))
                 interval = right[rounding].rows(rows)
-                self._record(candidate, probe.name, count, interval.wrong(y), exact_share=interval.exact_share)
+                self._record(candidate, probe.name, count, interval.wrong(y), interval)
 
     def _promises(self, experts: Experts) -> None:
         """What holds beside arithmetic, on random experts."""
@@ -227,7 +227,7 @@ class Checker:
         y = compute(prepared, some, batch)
         rounding = candidate.rounding(self.form)
         right = answers(experts, batch.x, batch.top_k_index, batch.top_k_weights, rounding, "float", present=here)
-        self._record(candidate, "experts that are not here", len(batch), right.wrong(y))
+        self._record(candidate, "experts that are not here", len(batch), right.wrong(y), right)
         rest = Layer(layer.pool, torch.where(here, -1, layer.slot_of).int())
         out = poisoned(batch)
         call = prepared.bind_passes(some, rest, batch, out)
@@ -244,8 +244,12 @@ class Checker:
         slot_of = order[: self.shape.num_experts].int()
         return Layer(experts.pack(slot_of, num_slots), slot_of)
 
-    def _record(self, candidate: Candidate, what: str, count: int, found: str | None, **more: Any) -> None:
-        self.records.append({"candidate": candidate.name, "check": what, "tokens": count, "ok": found is None} | more)
+    def _record(
+        self, candidate: Candidate, what: str, count: int, found: str | None, right: Interval | None = None
+    ) -> None:
+        self.records.append({"candidate": candidate.name, "check": what, "tokens": count, "ok": found is None})
+        if right is not None:
+            self.records[-1] |= {"exact_share": right.exact_share, "allowed_numbers": right.allowed}
         if found is not None:
             shape = self.shape
             raise KernelError(

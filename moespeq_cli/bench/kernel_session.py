@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ class KernelSession:
         self._results: list[Result] = []
         self._seed_results: list[Result] = []
         self._tuned: dict[str, Any] | None = None
+        self._seconds = 0.0
 
     @classmethod
     def open(cls, plan: Plan, names: Sequence[str] | None, profile: Path | None) -> KernelSession:
@@ -124,6 +126,7 @@ class KernelSession:
             KernelError: a kernel gave a wrong answer.
             PlanError: a layer that does not fit.
         """
+        begun = time.monotonic()
         self._machine = measure_machine()
         self._results = kernels.measure(self._plan, self._candidates, self._machine, advance)
         if seed_table:
@@ -132,6 +135,7 @@ class KernelSession:
             )
         if self._profile is not None:
             self._write_profile(self._profile, self._machine)
+        self._seconds = time.monotonic() - begun
 
     def result(self) -> Result:
         """Everything, for JSON; `environment` with the GPU's facts."""
@@ -142,6 +146,7 @@ class KernelSession:
             "cases": self._results,
             "seed_table": self._seed_results,
             "tuned": self._tuned,
+            "seconds": self._seconds,
         }
 
     def text(self) -> str:

@@ -16,7 +16,7 @@ from moespeq_cli.bench.geometry import Geometry, parse_geometry
 from moespeq_cli.bench.kernel_candidate import Candidate
 from moespeq_cli.bench.kernel_ours import interleave
 from moespeq_cli.bench.kernel_session import DEFAULT, candidates, choose_candidates, parse_forms
-from moespeq_cli.bench.kernel_time import Bank, Machine, layers_needed, make_work, weight_bytes
+from moespeq_cli.bench.kernel_time import Bank, Machine, Times, layers_needed, make_work, weight_bytes
 from moespeq_cli.bench.kernels import Plan, best_shape, case_table, case_title, measure, seed_table, tune
 from runtime.errors import InputError, KernelError, ShapeError
 from runtime.kernels.layout import SlotLayout
@@ -175,6 +175,13 @@ def test_interleaved_tiles_lie_where_the_kernel_looks(form: WeightForm) -> None:
 def test_forms_by_name() -> None:
     assert parse_forms(None, 64) == [WeightForm("int4", 64), WeightForm("bf16")]
     assert parse_forms(["int8", "int8"], 64) == [WeightForm("int8", -1)]
+
+
+def test_times_have_their_spread() -> None:
+    found = Times.of([float(n) for n in range(1, 26)], 48)
+    assert (found.median_us, found.low_us, found.high_us) == (13.0, pytest.approx(3.4), pytest.approx(22.6))
+    assert len(found.deciles_us) == 11 and (found.deciles_us[0], found.deciles_us[10]) == (1.0, 25.0)
+    assert list(found.deciles_us) == sorted(found.deciles_us)
 
 
 @no_gpu

@@ -249,3 +249,15 @@ def test_expert_without_tokens_is_left_out() -> None:
     assert 4 not in batch.top_k_index and len(torch.unique(batch.top_k_index)) == 6
     same = random_batch(SHAPE, 50, torch.Generator().manual_seed(0), same=True)
     assert len(torch.unique(same.top_k_index)) == 3
+
+
+@pytest.mark.parametrize("form", [WeightForm("int4", 128), WeightForm("bf16")], ids=["int4", "bf16"])
+def test_interval_of_a_real_layer_is_a_few_numbers_wide(form: WeightForm) -> None:
+    shape, generator = ExpertShape(2, 2, 2048, 1408), torch.Generator().manual_seed(0)
+    experts, batch = random_experts(shape, form, generator), random_batch(shape, 1, generator)
+    right = answers(experts, batch.x, batch.top_k_index, batch.top_k_weights, Rounding(), "float")
+    assert right.allowed <= 2
+    short = batch.x.clone()
+    short[:, 2047] = 0
+    wrong = answers(experts, short, batch.top_k_index, batch.top_k_weights, Rounding(), "float")
+    assert right.wrong(wrong.reference.bfloat16()) is not None, "one of 2048 columns left out"
