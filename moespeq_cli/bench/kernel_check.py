@@ -152,12 +152,8 @@ class Checker:
         self.shape, self.form = shape, form
         self.generator = torch.Generator(device=device).manual_seed(seed)
         self.records: list[Record] = []
-        largest = max(FEW + MANY)
-        self._prepared = [
-            (candidate, min(limit, largest), candidate.prepare(shape, form, min(limit, largest)))
-            for candidate in candidates
-            if (limit := candidate.max_tokens(shape, form)) > 0
-        ]
+        limits = [(candidate, candidate.max_tokens(shape, form)) for candidate in candidates]
+        self._candidates = [(candidate, min(limit, max(FEW + MANY))) for candidate, limit in limits if limit > 0]
 
     def run(self) -> list[Record]:
         """Every check.
@@ -165,9 +161,9 @@ class Checker:
         Raises:
             KernelError: a check failed; the message says which.
         """
-        if not self._prepared:
+        if not self._candidates:
             return self.records
-        most = max(limit for _, limit, _ in self._prepared)
+        most = max(limit for _, limit in self._candidates)
         last: Probe | None = None
         for last in probes(self.shape, self.form, most, self.generator):
             self._probe(last)
@@ -178,7 +174,8 @@ class Checker:
     def _probe(self, probe: Probe) -> None:
         layer = self._layer(probe.experts)
         right: dict[Rounding, Interval] = {}
-        for candidate, limit, prepared in self._prepared:
+        for candidate, limit in self._candidates:
+            prepared = candidate.prepare(self.shape, self.form, limit)  # anew: buffers of gigabytes go with the layer
             rounding = candidate.rounding(self.form)
             if rounding not in right:
                 right[rounding] = answers(
@@ -198,7 +195,8 @@ class Checker:
     def _promises(self, experts: Experts) -> None:
         """What holds beside arithmetic, on random experts."""
         layer = self._layer(experts)
-        for candidate, limit, prepared in self._prepared:
+        for candidate, limit in self._candidates:
+            prepared = candidate.prepare(self.shape, self.form, limit)
             few = random_batch(self.shape, min(limit, 17), self.generator, skip=0)
             y = compute(prepared, layer, few)
             again = all(torch.equal(compute(prepared, layer, few), y) for _ in range(3))

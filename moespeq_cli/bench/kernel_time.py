@@ -19,7 +19,8 @@ from runtime.kernels.shape import ExpertShape, WeightForm
 
 REPLAYS, WARM_UPS = 25, 3
 CALLS = 48  # in a graph, fewer where they take long
-GRAPH_US = 10_000.0  # about what the fewest bytes of a graph's calls should take at most
+LEAST_CALLS = 6  # with routings of their own
+GRAPH_US = 10_000.0  # about what a graph should take at most
 L2_TIMES = 4  # bytes between two uses of the same weights, in sizes of the L2 cache
 MAX_LAYERS = 32
 
@@ -223,7 +224,9 @@ def time_candidate(candidate: Candidate, bank: Bank, work: Work) -> Times:
     prepared = candidate.prepare(bank.shape, bank.form, len(work.batches[0]))
     layers = work.layers
     calls = [prepared.bind(layers[number % len(layers)], batch, work.out) for number, batch in enumerate(work.batches)]
-    times = replay(calls)
+    least = max(len(layers), min(LEAST_CALLS, len(calls)))
+    each_us = replay(calls[:least], replays=3).median_us
+    times = replay(calls[: max(least, int(GRAPH_US / each_us))])
     del calls, prepared
     gc.collect()  # graphs and buffers of gigabytes should not wait for the next candidate
     torch.cuda.empty_cache()

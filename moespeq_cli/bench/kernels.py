@@ -16,6 +16,7 @@ from moespeq_cli.bench.kernel_check import Checker
 from moespeq_cli.bench.kernel_time import Bank, Machine, buffer_bytes, layers_needed, time_row
 from moespeq_cli.bench.tables import markdown, number
 from moespeq_cli.bench.tune import choose_ranges
+from runtime.errors import PlanError
 from runtime.kernels.shape import WeightForm
 from runtime.kernels.tuning import BACKENDS, DispatchEntry, DispatchTable
 
@@ -78,8 +79,15 @@ def measure(
     """
     results = []
     for geometry, form in plan.cases:
-        checks = Checker(geometry.shape, form, candidates, device, plan.seed).run() if plan.check else []
-        results.append(_case(geometry, form, plan, candidates, machine, device, time) | {"checks": checks})
+        try:
+            checks = Checker(geometry.shape, form, candidates, device, plan.seed).run() if plan.check else []
+            results.append(_case(geometry, form, plan, candidates, machine, device, time) | {"checks": checks})
+        except torch.OutOfMemoryError as error:
+            raise PlanError(
+                expected=f"GPU memory for {geometry.name} ({geometry.label}) in {form.kind}",
+                found=str(error).partition("\n")[0],
+                mend="leave this geometry or form out, take fewer --tokens, or stop what else uses the GPU",
+            ) from error
         advance()
     return results
 

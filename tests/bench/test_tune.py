@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moespeq_cli.bench.tune import SAME, choose_ranges, write_profile
-from runtime.config import FusedKernel, load_profile, make_settings
+from runtime.config import FusedKernel, make_settings
 from runtime.errors import InputError
 from runtime.kernels.shape import ExpertShape, WeightForm
 from runtime.kernels.tuning import INVARIANT_TOKENS, DispatchEntry, DispatchTable, TokenRange
@@ -122,32 +122,3 @@ def test_what_is_no_profile_is_left_as_it_is(tmp_path: Path, text: str) -> None:
     with pytest.raises(InputError):
         write_profile(path, table(), FusedKernel(), [])
     assert path.read_text() == text and list(tmp_path.iterdir()) == [path]
-
-
-ENTRY = {"hidden_size": 64, "moe_intermediate_size": 96, "num_experts": 8, "top_k": 2, "form": "int4"}
-LAST = {"up_to_tokens": None, "backend": "gemm"}
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("fused", "a list as"),
-        ([3], "hidden_size, moe_intermediate_size"),
-        ([ENTRY], "ranges"),
-        ([ENTRY | {"ranges": []}], "a last range"),
-        ([ENTRY | {"ranges": [LAST | {"up_to_tokens": 64}]}], "a last range"),
-        ([ENTRY | {"ranges": [LAST, LAST]}], "an end for every range"),
-        ([ENTRY | {"ranges": [LAST | {"up_to_tokens": 64}, LAST | {"up_to_tokens": 64}, LAST]}], "ascend"),
-        ([ENTRY | {"ranges": [LAST | {"up_to_tokens": 8}, LAST]}], "one backend up to 16 tokens"),
-        ([ENTRY | {"ranges": [{"up_to_tokens": None, "backend": "magic"}]}], "backends of"),
-        ([ENTRY | {"ranges": [LAST], "form": "int3"}], "a form of"),
-        ([ENTRY | {"ranges": [LAST], "top_k": "2"}], "top_k as int"),
-        ([ENTRY | {"ranges": [LAST], "group_size": 2}], "group_size"),
-        ([ENTRY | {"ranges": [LAST]}, ENTRY | {"ranges": [LAST]}], "each layer and form once"),
-    ],
-)
-def test_impossible_tables_are_refused(tmp_path: Path, body: object, message: str) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text(yaml.safe_dump({"kernel_dispatch": body}))
-    with pytest.raises(InputError, match=message):
-        load_profile(str(path))
