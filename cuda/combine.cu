@@ -6,7 +6,9 @@
 //              slot slot_of[top_k_index[pairs[i]]] of pool; pool null: no bias
 // combine_*    y[t] = sum over j = 0..top_k-1, in this order, of top_k_weights[t, j] * (p[position[t, j]] + down bias)
 //              p bf16 or fp32 [capacity, hidden_size]; position -1 adds nothing; y bf16 [num_tokens, hidden_size], every
-//              element written; the bias is bf16 [hidden_size] at bias_offset_bytes of the pair's slot
+//              element written; the bias is bf16 [hidden_size] at bias_offset_bytes of the pair's slot.
+//              kept fp32 [num_tokens, top_k, hidden_size] or null takes p + bias of each pair; with resume, pairs of position
+//              -1 count with what it holds, so that calls over parts of the experts end with the bits of one over all
 // Inputs       position, pairs int32 [capacity], num_sorted int32 [1], num_tokens int32 [1] or null for max_tokens,
 //              slot_of int32 [num_experts], top_k_index int32 and top_k_weights fp32 [num_tokens, top_k]
 // Launch       gather_rows, combine_*: block 128, a thread owns 8 columns of a token, grid (max_tokens, ceil(hidden_size / 1024))
@@ -61,6 +63,11 @@ __device__ __forceinline__ void store8(__nv_bfloat16* to, const float (&values)[
 #pragma unroll
   for (int i = 0; i < 4; ++i) words[i] = f32_to_bf16x2(values[2 * i + 1], values[2 * i]);
   *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+__device__ __forceinline__ void store8(float* to, const float (&values)[8]) {
+  reinterpret_cast<float4*>(to)[0] = make_float4(values[0], values[1], values[2], values[3]);
+  reinterpret_cast<float4*>(to)[1] = make_float4(values[4], values[5], values[6], values[7]);
 }
 
 __device__ __forceinline__ void add8(float (&values)[8], const __nv_bfloat16* bias) {
@@ -125,8 +132,8 @@ __device__ __forceinline__ void combine(const T* __restrict__ p, const int* __re
                                         const float* __restrict__ top_k_weights, const int* __restrict__ num_tokens,
                                         int top_k, int hidden_size, const int* __restrict__ top_k_index,
                                         const int* __restrict__ slot_of, const u8* __restrict__ pool,
-                                        long long slot_bytes, long long bias_offset_bytes,
-                                        __nv_bfloat16* __restrict__ y) {
+                                        long long slot_bytes, long long bias_offset_bytes, float* __restrict__ kept,
+                                        int resume, __nv_bfloat16* __restrict__ y) {
   const int token = blockIdx.x;
   const int column = (blockIdx.y * TOKEN_THREADS + threadIdx.x) * 8;
   if (column >= hidden_size || (num_tokens && token >= *num_tokens)) return;
@@ -148,12 +155,19 @@ __device__ __forceinline__ void combine(const T* __restrict__ p, const int* __re
     }
 #pragma unroll
     for (int j = 0; j < IN_FLIGHT; ++j) {
-      if (where[j] < 0) continue;
       float row[8];
-      widen(row, rows[j]);
-      if (pool) {
-        const int slot = slot_of[top_k_index[first + begin + j]];
-        add8(row, bias_of(pool, slot_bytes, bias_offset_bytes, slot) + column);
+      float* const place = kept ? kept + (first + begin + j) * hidden_size + column : nullptr;
+      if (where[j] >= 0) {
+        widen(row, rows[j]);
+        if (pool) {
+          const int slot = slot_of[top_k_index[first + begin + j]];
+          add8(row, bias_of(pool, slot_bytes, bias_offset_bytes, slot) + column);
+        }
+        if (place) store8(place, row);
+      } else if (resume && begin + j < top_k) {
+        widen(row, load8(place));
+      } else {
+        continue;
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) sum[i] = fmaf(weight[j], row[i], sum[i]);
@@ -171,13 +185,13 @@ __device__ __forceinline__ void combine(const T* __restrict__ p, const int* __re
     activate_rows<T>(gate_up, pairs, num_sorted, capacity, inner, top_k_index, slot_of, pool, slot_bytes,                   \
                 bias_offset_bytes, h);                                                                                 \
   }                                                                                                                    \
-  extern "C" __global__ void __launch_bounds__(TOKEN_THREADS) combine_##SUFFIX(                                      \
+  extern "C" __global__ void __launch_bounds__(TOKEN_THREADS) combine_##SUFFIX(                                        \
       const T* __restrict__ p, const int* __restrict__ position, const float* __restrict__ top_k_weights,              \
       const int* __restrict__ num_tokens, int top_k, int hidden_size, const int* __restrict__ top_k_index,             \
-      const int* __restrict__ slot_of, const u8* __restrict__ pool, long long slot_bytes,                   \
-      long long bias_offset_bytes, __nv_bfloat16* __restrict__ y) {                                                    \
+      const int* __restrict__ slot_of, const u8* __restrict__ pool, long long slot_bytes, long long bias_offset_bytes, \
+      float* __restrict__ kept, int resume, __nv_bfloat16* __restrict__ y) {                                           \
     combine<T>(p, position, top_k_weights, num_tokens, top_k, hidden_size, top_k_index, slot_of, pool, slot_bytes,     \
-               bias_offset_bytes, y);                                                                                  \
+               bias_offset_bytes, kept, resume, y);                                                                    \
   }
 
 FOR_TYPE(__nv_bfloat16, bf16)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runtime.errors import ShapeError
 from runtime.kernels.arguments import Argument
 from runtime.kernels.compile import Source, load
 from runtime.kernels.device import current_gpu
@@ -76,6 +77,9 @@ def combine_rows(
     bias: BiasPlace | None,
     out: Tensor,
     num_tokens: Tensor | None = None,
+    *,
+    pairs: Tensor | None = None,
+    resume: bool = False,
 ) -> None:
     """out[t] = sum over j of top_k_weights[t, j] * p[position of (t, j)], in float32 and in the order of j.
 
@@ -86,10 +90,18 @@ def combine_rows(
         bias: what to add to every row of p.
         out: BF16 [M, H]; all of it is written, or its first num_tokens rows.
         num_tokens: int32 [1] on the device, when fewer than M rows count.
+        pairs: float32 [M, k, H]: what each pair contributes is kept here, for a layer computed in several calls.
+        resume: pairs without a key count with what `pairs` holds.
+
+    Raises:
+        ShapeError: resume without pairs.
     """
+    if resume and pairs is None:
+        raise ShapeError(expected="pairs to resume from", found="none", mend="pass the pairs of the earlier call")
     tokens, hidden_size = out.shape
     kernel = _kernel(current_gpu().index, f"combine_{_SUFFIX[p.dtype]}", Activation.silu)
-    args = (p, route.position, top_k_weights, num_tokens, route.top_k, hidden_size, *_bias(bias), out)
+    kept = (pairs, int(resume), out)
+    args = (p, route.position, top_k_weights, num_tokens, route.top_k, hidden_size, *_bias(bias), *kept)
     kernel.launch((tokens, -(-hidden_size // (8 * _TOKEN_THREADS))), args)
 
 

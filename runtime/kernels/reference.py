@@ -4,7 +4,7 @@
     p[t,j] = down_e h[t,j] + bias
     y[t]   = sum over j of top_k_weights[t,j] * p[t,j]
 
-The kernels round h and y to BF16 and nothing else; h is rounded here too unless told otherwise, y is not.
+The kernels round h and y to BF16 and nothing else; here h is rounded too unless told otherwise, and y is not.
 """
 
 from __future__ import annotations
@@ -38,6 +38,20 @@ class Dense:
 
 Experts = Callable[[int], Dense | None]
 """An expert's weights by its number; None where it is not here, and contributes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Which results are rounded to BF16 on the way; gate_up and p before their biases, as a library's product is."""
+
+    gate_up: bool = False
+    h: bool = True
+    p: bool = False
+
+
+EXACT = Rounding(h=False)
+KERNEL = Rounding()
+LIBRARY = Rounding(gate_up=True, p=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +99,7 @@ def compute(
     top_k_weights: Float64,
     experts: Experts,
     activation: Activation,
-    round_h: bool = True,
+    rounding: Rounding = KERNEL,
 ) -> Stages:
     """The layer for x [M, H], top_k_index and top_k_weights [M, k], pair by pair in NumPy."""
     tokens, top_k = top_k_index.shape
@@ -96,11 +110,12 @@ def compute(
             dense = experts(int(top_k_index[t, j]))
             if dense is None:
                 continue
-            gate, up = np.split(dense.gate_up.numpy() @ x[t] + _or_zero(dense.gate_up_bias), 2)
-            h = activate(gate, up, activation)
-            h = round_bf16(h) if round_h else h
+            gate_up = _rounded(dense.gate_up.numpy() @ x[t], rounding.gate_up)
+            gate, up = np.split(gate_up + _or_zero(dense.gate_up_bias), 2)
+            h = _rounded(activate(gate, up, activation), rounding.h)
             down = dense.down.numpy()
-            stages[t, j] = h, down @ h + _or_zero(dense.down_bias), down**2 @ h**2
+            p = _rounded(down @ h, rounding.p) + _or_zero(dense.down_bias)
+            stages[t, j] = h, p, down**2 @ h**2
             inner = len(h)
     h_all, p_all = np.zeros((tokens, top_k, inner)), np.zeros((tokens, top_k, x.shape[1]))
     y, scale = np.zeros_like(x), np.zeros_like(x)
@@ -109,6 +124,10 @@ def compute(
         y[t] += top_k_weights[t, j] * p
         scale[t] += top_k_weights[t, j] ** 2 * square
     return Stages(*(torch.from_numpy(array) for array in (h_all, p_all, y, np.sqrt(scale))))
+
+
+def _rounded(values: Float64, wanted: bool) -> Float64:
+    return round_bf16(values) if wanted else values
 
 
 def _or_zero(bias: Tensor | None) -> Float64 | float:
@@ -132,7 +151,7 @@ def compute_torch(
     top_k_weights: Tensor,
     experts: Experts,
     activation: Activation,
-    round_h: bool = True,
+    rounding: Rounding = KERNEL,
 ) -> Stages:
     """`compute` expert by expert in float64 on the device of `x`."""
     tokens, top_k = top_k_index.shape
@@ -145,18 +164,21 @@ def compute_torch(
         if dense is None:
             continue
         t, j = torch.nonzero(top_k_index == expert_id, as_tuple=True)
-        gate_up = x[t] @ dense.gate_up.T
+        gate_up = _rounded_torch(x[t] @ dense.gate_up.T, rounding.gate_up)
         gate_up = gate_up if dense.gate_up_bias is None else gate_up + dense.gate_up_bias
         gate, up = gate_up.chunk(2, dim=-1)
-        h = activate_torch(gate, up, activation)
-        h = h.float().bfloat16().double() if round_h else h
+        h = _rounded_torch(activate_torch(gate, up, activation), rounding.h)
         h_all = x.new_zeros(tokens, top_k, h.shape[1]) if h_all is None else h_all
-        p = h @ dense.down.T
+        p = _rounded_torch(h @ dense.down.T, rounding.p)
         h_all[t, j], square[t, j] = h, h**2 @ dense.down.T**2
         p_all[t, j] = p if dense.down_bias is None else p + dense.down_bias
     scale = (square * weights[:, :, None] ** 2).sum(1).sqrt()
     h_all = x.new_zeros(tokens, top_k, 0) if h_all is None else h_all
     return Stages(h_all, p_all, (p_all * weights[:, :, None]).sum(1), scale)
+
+
+def _rounded_torch(values: Tensor, wanted: bool) -> Tensor:
+    return values.float().bfloat16().double() if wanted else values
 
 
 def quantize(weight: Tensor, form: WeightForm) -> Codes:
@@ -206,10 +228,10 @@ def slot_experts(layout: SlotLayout, pool: Tensor, slot_of: list[int], rounded: 
     return expert
 
 
-def error_bound(stages: Stages, bf16_roundings: int = 1) -> Tensor:
+def error_bound(stages: Stages) -> Tensor:
     """How far a result y in BF16 may be from `stages.y`, element by element: float64 [M, H].
 
-    Two BF16 roundings of the result itself; and as an h or a p beside a tie may round the other way, or intermediate
-    results may pass through BF16 `bf16_roundings` times, so many relative errors of 2^-8 of random sign a product.
+    Twice the rounding of the result; and as results on the way that lie beside a tie may round the other way than here,
+    or not be rounded, a relative error of 2^-7 of random sign on each product, twice what most could have.
     """
-    return 2 * 2.0**-9 * stages.y.abs() + bf16_roundings * 2.0**-7 * stages.scale + 2.0**-24
+    return 2 * 2.0**-9 * stages.y.abs() + 2.0**-7 * stages.scale + 2.0**-24
