@@ -202,6 +202,18 @@ class TestErrors:
         with pytest.raises(KernelError, match="invalid value for --gpu-architecture"):
             compile_cubin(SOURCE, "sm_12345")
 
+    def test_nvrtc_that_is_missing_is_asked_for(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from cuda.pathfinder import DynamicLibNotFoundError
+        from cupy.cuda import nvrtc
+
+        def missing() -> None:
+            raise DynamicLibNotFoundError("libnvrtc.so.13")
+
+        monkeypatch.setattr(nvrtc, "getVersion", missing)
+        with pytest.raises(KernelError, match="expected NVRTC, CUDA's compiler library; found libnvrtc") as error:
+            compile_cubin(SOURCE, "sm_80")
+        assert error.value.mend == "pip install 'moespeq[cuda]'"
+
     def test_a_source_that_is_not_there(self, folder: Path) -> None:
         with pytest.raises(KernelError, match=r"the kernel source .*absent\.cu"):
             compile_cubin(Source("absent.cu"), "sm_80")
