@@ -1,4 +1,4 @@
-// activation.cuh - how an expert joins a gate and an up value, fp32; ACTIVATION is the code of runtime/kernels/shape.py's Activation.
+// activation.cuh - how an expert joins a gate and an up value, in fp32; ACTIVATION is Activation.code of shape.py.
 #pragma once
 #ifndef ACTIVATION
 #define ACTIVATION 0

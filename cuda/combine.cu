@@ -1,22 +1,22 @@
 // combine.cu - what stands between the grouped matrix products: rows gathered, activated, and summed over the top k.
 // gather_rows  xs[position[t, j]] = x[t], so that xs[i] is the token of sorted pair i; position -1 is left out
 //              x bf16 [num_tokens, hidden_size], xs bf16 [capacity, hidden_size]; reads every row of x once
-// activate_*   h[i] = activate(gate_up[i, :I] + gate bias, gate_up[i, I:] + up bias) for i < num_sorted, by activation.cuh
+// activate_*   h[i] = activate(gate_up[i, :I] + gate bias, gate_up[i, I:] + up bias) for i < num_sorted
 //              gate_up bf16 or fp32 [capacity, 2I], h bf16 [capacity, I]; the bias is bf16 [2I] at bias_offset_bytes of
 //              slot slot_of[top_k_index[pairs[i]]] of pool; pool null: no bias
 // combine_*    y[t] = sum over j = 0..top_k-1, in this order, of top_k_weights[t, j] * (p[position[t, j]] + down bias)
-//              p bf16 or fp32 [capacity, hidden_size]; position -1 adds nothing; y bf16 [num_tokens, hidden_size], every
+//              p bf16 or fp32 [capacity, hidden_size]; position -1 adds nothing; y bf16 [num_tokens, hidden_size], each
 //              element written; the bias is bf16 [hidden_size] at bias_offset_bytes of the pair's slot.
-//              kept fp32 [num_tokens, top_k, hidden_size] or null takes p + bias of each pair; with resume, pairs of position
-//              -1 count with what it holds, so that calls over parts of the experts end with the bits of one over all
+//              kept fp32 [num_tokens, top_k, hidden_size] or null takes p + bias of each pair; with resume, pairs of
+//              position -1 count with what it holds, so that calls over parts of the experts end with the bits of one
 // Inputs       position, pairs int32 [capacity], num_sorted int32 [1], num_tokens int32 [1] or null for max_tokens,
 //              slot_of int32 [num_experts], top_k_index int32 and top_k_weights fp32 [num_tokens, top_k]
-// Launch       gather_rows, combine_*: block 128, a thread owns 8 columns of a token, grid (max_tokens, ceil(hidden_size / 1024))
-//              activate_*: block 256, a warp owns 512 columns of a row, grid (ceil(capacity / 8), ceil(I / 512))
+// Launch       gather_rows, combine_*: block 128, a thread owns 8 columns of a token, grid (max_tokens,
+//              ceil(hidden_size / 1024)); activate_*: block 256, a warp owns 512 columns of a row, grid
+//              (ceil(capacity / 8), ceil(I / 512))
 // Needs        hidden_size and I multiples of 8, rows at multiples of 16 bytes, sm_80
-// Moves        gather_rows and combine_bf16 num_sorted * 2 * hidden_size + num_tokens * 2 * hidden_size B, activate_bf16
-//              num_sorted * 6 * I B; for 4096 tokens, top 4, hidden_size 2048, I 1408: 84, 84 and 138 MB, so 19, 19 and
-//              32 us at 4.37 TB/s
+// Moves        gather_rows and combine_bf16 (num_sorted + num_tokens) * 2 * hidden_size B, activate_bf16
+//              num_sorted * 6 * I B; for 4096 tokens, top 4, hidden_size 2048, I 1408: 84, 84 and 138 MB, so 19, 19 and 32 us at 4.37 TB/s
 // Numerics     fp32; h and y rounded once; products and sums of combine are fused
 // Reference    test_gathers_activates_and_combines in tests/kernels/test_grouped.py
 
@@ -182,7 +182,7 @@ __device__ __forceinline__ void combine(const T* __restrict__ p, const int* __re
       int inner, const int* __restrict__ top_k_index, const int* __restrict__ slot_of,                                 \
       const u8* __restrict__ pool, long long slot_bytes, long long bias_offset_bytes,                       \
       __nv_bfloat16* __restrict__ h) {                                                                                 \
-    activate_rows<T>(gate_up, pairs, num_sorted, capacity, inner, top_k_index, slot_of, pool, slot_bytes,                   \
+    activate_rows<T>(gate_up, pairs, num_sorted, capacity, inner, top_k_index, slot_of, pool, slot_bytes,              \
                 bias_offset_bytes, h);                                                                                 \
   }                                                                                                                    \
   extern "C" __global__ void __launch_bounds__(TOKEN_THREADS) combine_##SUFFIX(                                        \

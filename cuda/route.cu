@@ -6,13 +6,13 @@
 //            num_tokens   int32 [1] or null          tokens of this call, at most max_tokens; null for max_tokens
 // Outputs    num_active   int32 [1]                  keys with at least one pair
 //            active       int32 [num_keys]           these keys, ascending; the rest is left alone
-//            first        int32 [num_keys + 1]       where each active key's pairs begin; first[num_active]: where all end
+//            first        int32 [num_keys + 1]       where each active key's pairs begin; first[num_active] ends all
 //            ends         int32 [num_keys]           where the pairs of every key end, keys without pairs included
 //            pairs        int32 [max_tokens * top_k] sorted by (key, p); the rest is left alone
 //            position     int32 [max_tokens * top_k] where in pairs each pair is, -1 without a key
-// Launch     chunk = 1024 * ITEMS pairs a block, ITEMS of 1 or 4 in the kernel's name, grid ceil(max_tokens * top_k / chunk).
-//            route_place alone for a grid of 1; else route_count before it with the same grid, block_counts int32
-//            [grid, num_keys] between them; route_place may start before route_count has ended (programmatic launch)
+// Launch     chunk = 1024 * ITEMS pairs a block, ITEMS of 1 or 4 in the kernel's name, grid ceil(max_tokens * top_k /
+//            chunk). route_place alone for a grid of 1; else route_count before it with the same grid, and block_counts
+//            int32 [grid, num_keys] between them; a programmatic launch may start route_place early
 // Shared     route_count num_keys * 4 + num_experts * 2, route_place chunk * 6 + num_keys * 72 + num_experts * 2
 // Needs      num_keys <= 1024 (a thread each), num_experts <= 1024, max_tokens * top_k < 2^31 - 2^15, sm_80
 // Numerics   integers only; the order depends on nothing but the inputs, so it is the same in every run
@@ -106,7 +106,8 @@ __device__ __forceinline__ void count(const int* __restrict__ top_k_index, const
 }
 
 // Pairs of each key in all chunks and in those before this block's, from the counts of route_count.
-__device__ __forceinline__ void add_chunks(int* total, int* before, const int* block_counts, int num_chunks, int num_keys) {
+__device__ __forceinline__ void add_chunks(int* total, int* before, const int* block_counts, int num_chunks,
+                                           int num_keys) {
   int width = 32;  // threads for the keys of one chunk; the block reads THREADS / width chunks at a time
   while (width < num_keys) width *= 2;
   const int key = threadIdx.x & (width - 1);
@@ -130,11 +131,11 @@ __device__ __forceinline__ void place(const int* __restrict__ top_k_index, const
                                       int* __restrict__ ends, int* __restrict__ pairs, int* __restrict__ position) {
   extern __shared__ int shared[];
   __shared__ int sorted_in_chunk;
-  int* const total = shared;                                          // [num_keys] first in all chunks, then see below
-  int* const begin = total + num_keys;                                // [num_keys] first in earlier chunks, then see below
-  int* const sorted = begin + num_keys;                               // [THREADS * ITEMS] the chunk's pairs by key
-  u16* const sorted_key = reinterpret_cast<u16*>(sorted + THREADS * ITEMS);  // [THREADS * ITEMS]
-  u16* const counts = sorted_key + THREADS * ITEMS;                   // [WARPS, num_keys]
+  int* const total = shared;             // [num_keys] pairs in all chunks; reused below
+  int* const begin = total + num_keys;   // [num_keys] pairs in earlier chunks; reused below
+  int* const sorted = begin + num_keys;  // [THREADS * ITEMS] the chunk's pairs by key
+  u16* const sorted_key = reinterpret_cast<u16*>(sorted + THREADS * ITEMS);   // [THREADS * ITEMS]
+  u16* const counts = sorted_key + THREADS * ITEMS;                           // [WARPS, num_keys]
   short* const key_of = reinterpret_cast<short*>(counts + WARPS * num_keys);  // [num_experts]
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
@@ -221,7 +222,7 @@ __device__ __forceinline__ void place(const int* __restrict__ top_k_index, const
   if (threadIdx.x == THREADS - 1) sorted_in_chunk = static_cast<int>(through >> 42);
   __syncthreads();
 
-  const bool direct = pairs_now - chunk_begin <= 8 * 32;  // few enough that scattered stores cost less than sorting them
+  const bool direct = pairs_now - chunk_begin <= 8 * 32;  // so few scattered stores cost less than sorting them
   if (warp < num_warps) {
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {

@@ -34,5 +34,5 @@ CATALOG: tuple[Entry, ...] = (
     Entry(route.SOURCE, 64),
     Entry(read_bytes.SOURCE, 32),
     *(Entry(combine.source(activation), 64) for activation in Activation),
-    *(Entry(dequant.source(WeightForm(kind, group)), 72) for kind in ("int4", "int8") for group in (32, 64, 128)),
+    *(Entry(dequant.source(WeightForm(kind, group)), 80) for kind in ("int4", "int8") for group in (32, 64, 128)),
 )

@@ -23,6 +23,7 @@ from runtime.kernels.layout import SlotLayout
 from runtime.kernels.shape import CLAMP_ALPHA, CLAMP_LIMIT, Activation, WeightForm
 from runtime.kernels.units import Codes
 
+BF16_STEP = 2.0**-7  # from one BF16 number to the next, relative, at most
 Float64 = NDArray[np.float64]
 
 
@@ -62,13 +63,16 @@ class Stages:
         h: [M, k, I], rounded to BF16 if asked.
         p: [M, k, H], computed from h.
         y: [M, H], not rounded.
-        scale: [M, H], the root of the sum over j and i of (w[t,j] * down[o,i] * h[t,j,i])^2: how large errors may grow.
+        scale: [M, H], the root of the sum over j and i of (w[t,j] * down[o,i] * h[t,j,i])^2: how large the errors of
+            products may grow. The clamped activation's h is taken with |up| + 1 for up + 1, as errors do not cancel.
+        flip: [M, H], what y changes by if every p is rounded to its other neighbour; zero where p is not rounded.
     """
 
     h: Tensor
     p: Tensor
     y: Tensor
     scale: Tensor
+    flip: Tensor
 
 
 def round_bf16(values: Float64) -> Float64:
@@ -103,7 +107,7 @@ def compute(
 ) -> Stages:
     """The layer for x [M, H], top_k_index and top_k_weights [M, k], pair by pair in NumPy."""
     tokens, top_k = top_k_index.shape
-    stages: dict[tuple[int, int], tuple[Float64, Float64, Float64]] = {}
+    stages: dict[tuple[int, int], tuple[Float64, Float64, Float64, Float64]] = {}
     inner = 0
     for t in range(tokens):
         for j in range(top_k):
@@ -114,16 +118,17 @@ def compute(
             gate, up = np.split(gate_up + _or_zero(dense.gate_up_bias), 2)
             h = _rounded(activate(gate, up, activation), rounding.h)
             down = dense.down.numpy()
-            p = _rounded(down @ h, rounding.p) + _or_zero(dense.down_bias)
-            stages[t, j] = h, p, down**2 @ h**2
+            product, size = _rounded(down @ h, rounding.p), activate(gate, abs(up), activation)
+            stages[t, j] = h, product + _or_zero(dense.down_bias), down**2 @ size**2, abs(product)
             inner = len(h)
     h_all, p_all = np.zeros((tokens, top_k, inner)), np.zeros((tokens, top_k, x.shape[1]))
-    y, scale = np.zeros_like(x), np.zeros_like(x)
-    for (t, j), (h, p, square) in stages.items():
+    y, scale, flip = np.zeros_like(x), np.zeros_like(x), np.zeros_like(x)
+    for (t, j), (h, p, square, product) in stages.items():
         h_all[t, j], p_all[t, j] = h, p
         y[t] += top_k_weights[t, j] * p
         scale[t] += top_k_weights[t, j] ** 2 * square
-    return Stages(*(torch.from_numpy(array) for array in (h_all, p_all, y, np.sqrt(scale))))
+        flip[t] += rounding.p * BF16_STEP * abs(top_k_weights[t, j]) * product
+    return Stages(*(torch.from_numpy(array) for array in (h_all, p_all, y, np.sqrt(scale), flip)))
 
 
 def _rounded(values: Float64, wanted: bool) -> Float64:
@@ -158,7 +163,7 @@ def compute_torch(
     x, weights = x.double(), top_k_weights.double()
     h_all: Tensor | None = None
     p_all = x.new_zeros(tokens, top_k, x.shape[1])
-    square = x.new_zeros(tokens, top_k, x.shape[1])
+    square, product = torch.zeros_like(p_all), torch.zeros_like(p_all)
     for expert_id in torch.unique(top_k_index).tolist():
         dense = experts(expert_id)
         if dense is None:
@@ -170,11 +175,14 @@ def compute_torch(
         h = _rounded_torch(activate_torch(gate, up, activation), rounding.h)
         h_all = x.new_zeros(tokens, top_k, h.shape[1]) if h_all is None else h_all
         p = _rounded_torch(h @ dense.down.T, rounding.p)
-        h_all[t, j], square[t, j] = h, h**2 @ dense.down.T**2
+        size = activate_torch(gate, up.abs(), activation)
+        h_all[t, j], square[t, j], product[t, j] = h, size**2 @ dense.down.T**2, p.abs()
         p_all[t, j] = p if dense.down_bias is None else p + dense.down_bias
-    scale = (square * weights[:, :, None] ** 2).sum(1).sqrt()
     h_all = x.new_zeros(tokens, top_k, 0) if h_all is None else h_all
-    return Stages(h_all, p_all, (p_all * weights[:, :, None]).sum(1), scale)
+    factor = weights[:, :, None]
+    scale = (square * factor**2).sum(1).sqrt()
+    flip = rounding.p * BF16_STEP * (product * factor.abs()).sum(1)
+    return Stages(h_all, p_all, (p_all * factor).sum(1), scale, flip)
 
 
 def _rounded_torch(values: Tensor, wanted: bool) -> Tensor:
@@ -231,7 +239,8 @@ def slot_experts(layout: SlotLayout, pool: Tensor, slot_of: list[int], rounded: 
 def error_bound(stages: Stages) -> Tensor:
     """How far a result y in BF16 may be from `stages.y`, element by element: float64 [M, H].
 
-    Twice the rounding of the result; and as results on the way that lie beside a tie may round the other way than here,
-    or not be rounded, a relative error of 2^-7 of random sign on each product, twice what most could have.
+    Twice the rounding of the result; for each gate, up and h that lies beside a tie and may round the other way than
+    here, or for those that are not rounded, a relative error of 2^-7 of random sign on each product; and a whole step
+    for each p that is rounded, as one that lies beside a tie often is the greater part of its y.
     """
-    return 2 * 2.0**-9 * stages.y.abs() + 2.0**-7 * stages.scale + 2.0**-24
+    return BF16_STEP / 2 * stages.y.abs() + BF16_STEP * stages.scale + stages.flip + 2.0**-24

@@ -9,7 +9,9 @@ import torch
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.reference import (
     EXACT,
+    KERNEL,
     LIBRARY,
+    Rounding,
     activate,
     activate_torch,
     compute,
@@ -38,7 +40,7 @@ def test_numpy_and_torch_agree(form: WeightForm, activation: Activation) -> None
     for rounding in (EXACT, LIBRARY):  # rounded the same even so: a tie is not within 1e-15 of these values
         plain = compute(*arrays, experts, activation, rounding)
         fast = compute_torch(x, top_k_index, top_k_weights, experts, activation, rounding)
-        for name in ("h", "p", "y", "scale"):
+        for name in ("h", "p", "y", "scale", "flip"):
             torch.testing.assert_close(getattr(plain, name), getattr(fast, name), rtol=1e-11, atol=1e-13)
     missing = top_k_index == 2
     assert missing.any() and not plain.p[missing].any() and plain.p[~missing].any(-1).all()
@@ -71,19 +73,48 @@ def test_quantisation_is_within_half_a_step(form: WeightForm) -> None:
     assert ((dequantize(linear, form) - weight).abs() <= steps * 0.5 * (1 + 2**-6)).all()
 
 
-def test_the_bound_sees_a_missing_expert_and_a_missing_channel() -> None:
+@pytest.mark.parametrize("rounding", [KERNEL, LIBRARY], ids=str)
+def test_the_bound_sees_a_missing_expert_and_a_missing_channel(rounding: Rounding) -> None:
     shape = ExpertShape(4, 2, 128, 64)
     layout = SlotLayout(shape, WeightForm("bf16"))
     pool, slot_of = make_pool(layout, 4)
-    x, top_k_index, top_k_weights = make_tokens(shape, 5)
+    tokens = make_tokens(shape, 5)
     experts = slot_experts(layout, pool, slot_of.tolist())
-    right = compute_torch(x, top_k_index, top_k_weights, experts, shape.activation)
+    right = compute_torch(*tokens, experts, shape.activation, rounding)
     bound = error_bound(right)
     assert ((right.y.float().bfloat16().double() - right.y).abs() <= bound).all()
     _, down, _ = layout.views_bf16(pool)
     down[:, :, 17] = 0
-    wrong = compute_torch(x, top_k_index, top_k_weights, experts, shape.activation)
+    wrong = compute_torch(*tokens, experts, shape.activation, rounding)
     assert ((wrong.y - right.y).abs() > bound).any()
-    slot_of[int(top_k_index[0, 1])] = -1
-    less = compute_torch(x, top_k_index, top_k_weights, slot_experts(layout, pool, slot_of.tolist()), shape.activation)
+    slot_of[int(tokens[1][0, 1])] = -1
+    experts = slot_experts(layout, pool, slot_of.tolist())
+    less = compute_torch(*tokens, experts, shape.activation, rounding)
     assert ((less.y - right.y).abs() > bound)[0].float().mean() > 0.5
+
+
+def test_the_bound_allows_what_a_tensor_core_does() -> None:
+    """Sums off by 2^-24 (2 sqrt K + K / 16) of their spread: gate, up, h and p round the other way here and there."""
+    generator = torch.Generator().manual_seed(3)
+
+    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        total, columns = left @ right.T, left.shape[1]
+        size = torch.maximum((left**2 @ right.T**2).sqrt(), total.abs())
+        noise = torch.randn(total.shape, generator=generator, dtype=torch.float64)
+        return (total + noise * 2**-24 * (2 * columns**0.5 + columns / 16) * size).float().bfloat16().double()
+
+    shape = ExpertShape(6, 6, 768, 64, Activation.clamped, has_bias=True)
+    layout = SlotLayout(shape, WeightForm("bf16"))
+    pool, slot_of = make_pool(layout, 6)
+    x, top_k_index, top_k_weights = make_tokens(shape, 60)
+    experts = slot_experts(layout, pool, slot_of.tolist())
+    stages = compute_torch(x, top_k_index, top_k_weights, experts, shape.activation, LIBRARY)
+    y = torch.zeros_like(stages.y)
+    for expert_id in range(6):
+        dense = experts(expert_id)
+        assert dense is not None and dense.gate_up_bias is not None and dense.down_bias is not None
+        t, j = torch.nonzero(top_k_index == expert_id, as_tuple=True)
+        gate, up = (product(x[t].double(), dense.gate_up) + dense.gate_up_bias).chunk(2, dim=-1)
+        h = activate_torch(gate, up, shape.activation).float().bfloat16().double()
+        y[t] += (product(h, dense.down) + dense.down_bias) * top_k_weights[t, j, None].double()
+    assert ((y.float().bfloat16().double() - stages.y).abs() <= error_bound(stages)).all()
