@@ -16,8 +16,8 @@
 //              (ceil(capacity / 8), ceil(I / 512))
 // Needs        hidden_size and I multiples of 8, rows at multiples of 16 bytes, sm_80
 // Moves        gather_rows and combine_bf16 (num_sorted + num_tokens) * 2 * hidden_size B, activate_bf16
-//              num_sorted * 6 * I B; for 4096 tokens, top 4, hidden_size 2048, I 1408: 84, 84 and 138 MB, so 19, 19 and 32 us
-//              at 4.37 TB/s
+//              num_sorted * 6 * I B; for 4096 tokens, top 4, hidden_size 2048, I 1408: 84, 84 and 138 MB, so 19, 19 and
+//              32 us at 4.37 TB/s
 // Numerics     fp32; h and y rounded once; products and sums of combine are fused
 // Reference    test_gathers_activates_and_combines in tests/kernels/test_grouped.py
 

@@ -54,7 +54,7 @@ def check_close(y: Tensor, stages: Stages, extra: Tensor | float = 0.0) -> None:
 
 
 def loop_roundings(stages: Stages, top_k_weights: Tensor) -> Tensor:
-    """What the loop's further roundings to BF16 may add: some inside the activation, and of weights and partial sums."""
+    """What the loop's further roundings to BF16 may add: inside the activation, of weights and of partial sums."""
     sums = (stages.p * top_k_weights[:, :, None]).abs().sum(1)
     return 2.0**-5 * stages.scale + 2.0**-9 * (3 + top_k_weights.shape[1]) * sums
 
