@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from moespeq_cli.bench.kernel_bound import Rounding
 from runtime.kernels.shape import ExpertShape, WeightForm
 
+MANY_TOKENS = 65536  # of one call, for backends without a limit that matters here
 Call = Callable[[], None]
 
 
@@ -70,3 +72,55 @@ class Candidate(Protocol):
 
     def prepare(self, shape: ExpertShape, form: WeightForm, max_tokens: int) -> Prepared:
         """Compile, allocate."""
+
+
+class Experts(Protocol):
+    """What the backends of the runtime have in common."""
+
+    def run(
+        self,
+        pool: Tensor,
+        slot_of: Tensor,
+        x: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        out: Tensor,
+        *,
+        pairs: Tensor | None = None,
+        resume: bool = False,
+    ) -> None:
+        """Compute a layer into `out`, or a part of it whose contributions `pairs` keeps."""
+
+
+class PreparedExperts:
+    """`Prepared` for a backend of the runtime.
+
+    Args:
+        experts: gives the backend's object for a pool.
+    """
+
+    def __init__(self, experts: Callable[[Tensor], Experts]) -> None:
+        self._experts = experts
+
+    def pool(self, pool: Tensor) -> Tensor:
+        """The pool as the backend reads it."""
+        return pool
+
+    def bind(self, layer: Layer, batch: Batch, out: Tensor) -> Call:
+        pool, experts = self.pool(layer.pool), self._experts(layer.pool)
+
+        def call() -> None:
+            experts.run(pool, layer.slot_of, batch.x, batch.top_k_index, batch.top_k_weights, out)
+
+        return call
+
+    def bind_passes(self, first: Layer, second: Layer, batch: Batch, out: Tensor) -> Call | None:
+        pools, experts = (self.pool(first.pool), self.pool(second.pool)), self._experts(first.pool)
+        pairs = torch.full((*batch.top_k_index.shape, out.shape[1]), torch.nan, device=out.device)
+
+        def call() -> None:
+            tokens = (batch.x, batch.top_k_index, batch.top_k_weights, out)
+            experts.run(pools[0], first.slot_of, *tokens, pairs=pairs)
+            experts.run(pools[1], second.slot_of, *tokens, pairs=pairs, resume=True)
+
+        return call

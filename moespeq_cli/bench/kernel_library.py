@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from moespeq_cli.bench.kernel_bound import Rounding
-from moespeq_cli.bench.kernel_candidate import Batch, Call, Layer, Prepared
+from moespeq_cli.bench.kernel_candidate import MANY_TOKENS, Batch, Call, Layer, Prepared, PreparedExperts
 from runtime.kernels.grouped import MAX_GROUPS, GroupedExperts
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.loop import LoopExperts, tokens_by_expert
 from runtime.kernels.shape import ExpertShape, WeightForm
-
-MANY_TOKENS = 65536
 
 
 class Loop:
@@ -63,26 +61,13 @@ class Grouped:
         return MANY_TOKENS if capable and shape.num_experts + 2 <= MAX_GROUPS else 0
 
     def prepare(self, shape: ExpertShape, form: WeightForm, max_tokens: int) -> Prepared:
-        return _PreparedGrouped(SlotLayout(shape, form), max_tokens)
+        layout = SlotLayout(shape, form)
+        made: dict[int, GroupedExperts] = {}
 
+        def experts(pool: Tensor) -> GroupedExperts:
+            slots = 0 if form.is_coded else len(pool)
+            if slots not in made:
+                made[slots] = GroupedExperts(layout, max_tokens, slots, pool.device)
+            return made[slots]
 
-class _PreparedGrouped:
-    def __init__(self, layout: SlotLayout, max_tokens: int) -> None:
-        self._layout, self._max_tokens = layout, max_tokens
-        self._made: dict[int, GroupedExperts] = {}
-        self._scratch: Tensor | None = None
-
-    def bind(self, layer: Layer, batch: Batch, out: Tensor) -> Call:
-        key = layer.pool.data_ptr()
-        if key not in self._made:
-            self._made[key] = GroupedExperts(self._layout, layer.pool, self._max_tokens, self._scratch)
-            self._scratch = self._made[key].scratch
-        experts = self._made[key]
-
-        def call() -> None:
-            experts.run(batch.x, batch.top_k_index, batch.top_k_weights, layer.slot_of, out)
-
-        return call
-
-    def bind_passes(self, first: Layer, second: Layer, batch: Batch, out: Tensor) -> Call | None:
-        return None
+        return PreparedExperts(experts)

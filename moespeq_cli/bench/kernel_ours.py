@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from moespeq_cli.bench.kernel_bound import Rounding
-from moespeq_cli.bench.kernel_candidate import Batch, Call, Layer, Prepared
+from moespeq_cli.bench.kernel_candidate import MANY_TOKENS, Prepared, PreparedExperts
 from runtime.errors import ShapeError
 from runtime.kernels.fused import FusedConfig, FusedExperts
+from runtime.kernels.gemm import CAPABILITY, GemmExperts
 from runtime.kernels.layout import Part, SlotLayout
 from runtime.kernels.shape import ExpertShape, WeightForm
 
@@ -41,38 +42,37 @@ class Fused:
         return _PreparedFused(SlotLayout(shape, form), self.config)
 
 
-class _PreparedFused:
+class _PreparedFused(PreparedExperts):
+    """With the pool as the configuration wants it, each made once."""
+
     def __init__(self, layout: SlotLayout, config: FusedConfig) -> None:
+        experts = FusedExperts(layout, config)
+        super().__init__(lambda pool: experts)
         self._layout, self._group = layout, max(1, config.experts_per_block)
-        self._experts = FusedExperts(layout, config)
         self._pools: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def bind(self, layer: Layer, batch: Batch, out: Tensor) -> Call:
-        pool = self._pool(layer.pool)
-
-        def call() -> None:
-            self._experts.run(pool, layer.slot_of, batch.x, batch.top_k_index, batch.top_k_weights, out)
-
-        return call
-
-    def bind_passes(self, first: Layer, second: Layer, batch: Batch, out: Tensor) -> Call | None:
-        pool = self._pool(first.pool)
-        pairs = torch.full((*batch.top_k_index.shape, out.shape[1]), torch.nan, device=out.device)
-
-        def call() -> None:
-            tokens = (batch.x, batch.top_k_index, batch.top_k_weights, out)
-            self._experts.run(pool, first.slot_of, *tokens, pairs=pairs)
-            self._experts.run(pool, second.slot_of, *tokens, pairs=pairs, resume=True)
-
-        return call
-
-    def _pool(self, pool: Tensor) -> Tensor:
-        """The pool as the configuration wants it, each made once."""
+    def pool(self, pool: Tensor) -> Tensor:
         if self._group == 1:
             return pool
         if pool.data_ptr() not in self._pools:
             self._pools[pool.data_ptr()] = pool, interleave(self._layout, pool, self._group)
         return self._pools[pool.data_ptr()][1]
+
+
+class Gemm:
+    """The grouped products for many tokens."""
+
+    name, row_invariant = "gemm", True
+
+    def rounding(self, form: WeightForm) -> Rounding:
+        return Rounding(weights=form.is_coded)
+
+    def max_tokens(self, shape: ExpertShape, form: WeightForm) -> int:
+        return MANY_TOKENS if torch.cuda.get_device_capability() == CAPABILITY else 0
+
+    def prepare(self, shape: ExpertShape, form: WeightForm, max_tokens: int) -> Prepared:
+        experts = GemmExperts(SlotLayout(shape, form), max_tokens, "cuda")
+        return PreparedExperts(lambda pool: experts)
 
 
 def interleave(layout: SlotLayout, pool: Tensor, group: int) -> Tensor:

@@ -13,7 +13,7 @@ from moespeq_cli.bench.environment import environment, gpu_environment
 from moespeq_cli.bench.kernel_candidate import Candidate
 from moespeq_cli.bench.kernel_check import Checker
 from moespeq_cli.bench.kernel_library import Grouped, Loop
-from moespeq_cli.bench.kernel_ours import SEED_LAYOUT, Fused
+from moespeq_cli.bench.kernel_ours import SEED_LAYOUT, Fused, Gemm
 from moespeq_cli.bench.kernel_time import Machine, measure_machine
 from moespeq_cli.bench.kernels import Plan, Result
 from moespeq_cli.bench.tune import SAME, write_profile
@@ -27,17 +27,17 @@ from runtime.kernels.shape import BITS, WeightForm
 Advance = Callable[[], None]
 TUNED_TOKENS = (1, 6)  # where the shape of the fused kernel is chosen
 SHAPES = (
-    *(FusedConfig(team=team) for team in (1, 2, 8)),
-    *(FusedConfig(k_split=parts) for parts in (2, 8)),
+    FusedConfig(team=1),
+    FusedConfig(team=4),
+    FusedConfig(k_split=2),
+    FusedConfig(k_split=8),
     FusedConfig(block_dim=256),
-    FusedConfig(block_dim=256, team=2),
-    FusedConfig(block_dim=1024),
 )
 
 
 def candidates() -> list[Candidate]:
     """Every way to compute that the benchmark knows."""
-    return [Fused(), Grouped(), Loop(), Fused(SEED_LAYOUT, "interleaved")]
+    return [Fused(), Gemm(), Grouped(), Loop(), Fused(SEED_LAYOUT, "interleaved")]
 
 
 DEFAULT = ("fused", "gemm", "grouped", "loop")  # the rest are variants

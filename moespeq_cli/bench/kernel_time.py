@@ -20,7 +20,7 @@ from runtime.kernels.shape import ExpertShape, WeightForm
 REPLAYS, WARM_UPS = 25, 3
 CALLS = 48  # in a graph, fewer where they take long
 LEAST_CALLS = 6  # with routings of their own
-GRAPH_US = 10_000.0  # about what a graph should take at most
+GRAPH_US = 4_000.0  # about what a graph should take at most
 L2_TIMES = 4  # bytes between two uses of the same weights, in sizes of the L2 cache
 MAX_LAYERS = 32
 
