@@ -71,6 +71,25 @@ def tensor_map_3d(
     return _encode(address, dtype, shape, strides_bytes, box, swizzle_bytes)
 
 
+def tensor_map(
+    address: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides_bytes: tuple[int, ...],
+    box: tuple[int, ...],
+    *,
+    swizzle_bytes: Literal[0, 32, 64, 128] = 0,
+) -> bytes:
+    """A descriptor of a tensor of 2 to 5 dimensions; see `tensor_map_2d`.
+
+    Args:
+        shape: outermost dimension first; elements lie side by side in the last one.
+        strides_bytes: of all dimensions but the last, in any order of size.
+        box: of one copy, in the order of `shape`.
+    """
+    return _encode(address, dtype, shape, strides_bytes, box, swizzle_bytes)
+
+
 def _encode(
     address: int,
     dtype: torch.dtype,
