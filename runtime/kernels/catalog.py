@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.kernels import combine, dequant, read_bytes, route
+from runtime.kernels import combine, dequant, gemm, read_bytes, route
 from runtime.kernels.compile import Source
-from runtime.kernels.shape import Activation, WeightForm
+from runtime.kernels.shape import Activation, ExpertShape, WeightForm
 
 EVERYWHERE = ("sm_80", "sm_90")  # what is compiled for these runs from compute capability 8.0 up
 HOPPER = ("sm_90a",)
@@ -34,5 +34,14 @@ CATALOG: tuple[Entry, ...] = (
     Entry(route.SOURCE, 64),
     Entry(read_bytes.SOURCE, 32),
     *(Entry(combine.source(activation), 64) for activation in Activation),
+    *(
+        Entry(gemm.source(ExpertShape(60, 4, 2048, 1408, activation, has_bias), tile), 168, ("sm_80", *HOPPER), spill)
+        for tile, activation, has_bias, spill in (
+            (gemm.NARROW, Activation.silu, False, 0),
+            (gemm.NARROW, Activation.gelu, True, 0),
+            (gemm.WIDE, Activation.silu, False, 0),
+            (gemm.PAIRED, Activation.clamped, True, 32),  # two registers, before the first tile
+        )
+    ),
     *(Entry(dequant.source(WeightForm(kind, group)), 80) for kind in ("int4", "int8") for group in (32, 64, 128)),
 )
