@@ -100,3 +100,27 @@ __device__ __forceinline__ void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+
+// The same by one, at p[zero]. Were the address known to be the same in all lanes, the assembler would gather the lanes of the
+// warp and wait for the result at once; `zero` is a 0 that it cannot see to be one.
+__device__ __forceinline__ u32 atomic_next(u32* p, int zero) { return atomic_add(p + zero, 1u); }
+
+// ---- bulk copies (sm_90): one thread starts them, an mbarrier in shared memory counts their bytes ----
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory"); }
+__device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
+  asm volatile("{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; @done bra READY; bra AGAIN; READY: }" ::"r"(barrier), "r"(phase) : "memory");
+}
+__device__ __forceinline__ bool elect_lane() {   // true in one lane; all lanes of the warp must ask
+  u32 one;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(one));
+  return one;
+}
+__device__ __forceinline__ void copy_bulk(u32 dst, const void* src, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(bytes), "r"(barrier) : "memory");
+}
+#endif
