@@ -121,42 +121,56 @@ def answers(
 
 
 def _expert(experts: Experts, expert: int, x: Tensor, rounding: Rounding, sums: str) -> tuple[Tensor, Tensor]:
-    """down(h) of one expert for rows x [n, H], and how far FP32 and the rounding of h may lead from it."""
-    gate_up = experts.weight("gate_up", expert)
-    value, error = _product(x, gate_up, experts.bias("gate_up", expert), rounding, sums)
+    """down(h) of one expert for rows x [n, H], and how far FP32 and roundings on the way may lead from it."""
+    value, error = _product(x, _weight(experts, "gate_up", expert, rounding), sums)
+    value, error = _leave(value, error, experts.bias("gate_up", expert), rounding, sums)
     h, lost = _activate(experts.shape.activation, value, error, sums)
     if rounding.everything:  # the activation's steps, and what the rounding of an exponential's argument makes of it
         lost = lost + U16 * (5 + 2 * value.chunk(2, dim=-1)[0].abs().clamp(max=60)) * h.abs()
-    rounded = h.bfloat16().double()
-    flip = torch.maximum((h + lost).bfloat16().double() - rounded, rounded - (h - lost).bfloat16().double())
-    down = experts.weight("down", expert)
-    p, error = _product(rounded, down, experts.bias("down", expert), rounding, sums)
+    h, flip = _round(h, lost)
+    down = _weight(experts, "down", expert, rounding)
+    p, error = _product(h, down, sums)
     flips = flip @ down.abs().T
     if sums == "float":  # random data: few of those that may flip do, and not all in the same direction
         flips = torch.minimum(flips, 4 * (flip**2 @ (down**2).T).sqrt())
-    return p, error + flips
+    return _leave(p, error + flips, experts.bias("down", expert), rounding, sums)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, rounding: Rounding, sums: str) -> tuple[Tensor, Tensor]:
-    """x @ weight.T + bias and the bound of its error, [n, rows] both."""
+def _weight(experts: Experts, name: str, expert: int, rounding: Rounding) -> Tensor:
+    weight = experts.weight(name, expert)
+    return weight.bfloat16().double() if rounding.weights else weight
+
+
+def _product(x: Tensor, weight: Tensor, sums: str) -> tuple[Tensor, Tensor]:
+    """x @ weight.T and the bound of its error, [n, rows] both."""
     total = x @ weight.T
-    value = total if bias is None else total + bias
-    size = value.abs() + total.abs()
-    if sums == "float":
-        # FP32 sums in any order wander like the square root of their length, and a tensor core cuts off each of K / 16
-        # sums: by at most 2^-23 of what it has so far, by half of that in the mean, and so far it has half in the mean.
-        columns = x.shape[1]
-        spread = (x**2 @ (weight**2).T).sqrt()
-        error = U32 * (2 * columns**0.5 + columns / 16) * torch.maximum(spread, size / 2)
-    else:
-        spread = total.abs()
-        worst = x.abs() @ weight.abs().T + (0 if bias is None else bias.abs())
-        error = _joined(worst, 2 * U32 * size, sums, 1.0, value)
-    if rounding.weights:
-        error = error + 3 * U16 * spread
-    if rounding.products:
-        error = error + U16 * size
-    return value, error
+    if sums != "float":
+        return total, _joined(x.abs() @ weight.abs().T, 2 * U32 * total.abs(), sums, 1.0, total)
+    # FP32 sums in any order wander like the square root of their length, and a tensor core cuts off each of K / 16
+    # sums: by at most 2^-23 of what it has so far, by half of that in the mean, and so far it has half in the mean.
+    columns = x.shape[1]
+    spread = (x**2 @ (weight**2).T).sqrt()
+    return total, U32 * (2 * columns**0.5 + columns / 16) * torch.maximum(spread, total.abs())
+
+
+def _leave(total: Tensor, error: Tensor, bias: Tensor | None, rounding: Rounding, sums: str) -> tuple[Tensor, Tensor]:
+    """A product as it leaves: with its bias, and rounded where the backend does that."""
+    if rounding.products and not rounding.everything:  # the bias is added to what has been rounded
+        total, error = _round(total, error)
+    if bias is not None:
+        size = total.abs() + bias.abs()
+        total = total + bias
+        error = error + _joined(size, 2 * U32 * size, sums, 1.0, total)
+    if not rounding.everything:
+        return total, error
+    return _round(total, error + U16 * total.abs())  # a library may add partial sums in BF16 first
+
+
+def _round(value: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+    """What is known to within an error, rounded to BF16, and how far from that another rounding can be."""
+    rounded = value.bfloat16().double()
+    above, below = (value + error).bfloat16().double(), (value - error).bfloat16().double()
+    return rounded, torch.maximum(above - rounded, rounded - below)
 
 
 def _joined(worst: Tensor, error: Tensor, sums: str, parts: float, value: Tensor) -> Tensor:

@@ -173,7 +173,7 @@ class KernelSession:
 
     def _write_profile(self, profile: Path, machine: Machine) -> None:
         table = kernels.tune(self._results, self._candidates)
-        shape = self._best_shape(machine)
+        shape, shapes = self._best_shape(machine)
         facts, gpu = environment(), gpu_environment()
         notes = [
             f"{gpu['gpu']}, driver {gpu['driver']}, {facts['date']}",
@@ -184,10 +184,13 @@ class KernelSession:
         with write_guard("the profile", profile.parent):
             profile.parent.mkdir(parents=True, exist_ok=True)
             write_profile(profile, table, shape, notes)
-        self._tuned = {"kernel_dispatch": table.to_list(), "fused_kernel": dataclasses.asdict(shape)}
+        self._tuned = {"kernel_dispatch": table.to_list(), "fused_kernel": dataclasses.asdict(shape), "shapes": shapes}
 
-    def _best_shape(self, machine: Machine) -> FusedKernel:
-        """The fused kernel's shape that is fastest over all cases; the default unless another is clearly faster."""
+    def _best_shape(self, machine: Machine) -> tuple[FusedKernel, list[Result]]:
+        """The fused kernel's shape that is fastest over all cases, and every shape's times.
+
+        The default stays unless another shape is clearly faster.
+        """
         shapes = {"default": FusedConfig()} | {f"shape {number}": config for number, config in enumerate(SHAPES)}
         fused: list[Candidate] = [Fused(config, name) for name, config in shapes.items()]
         plan = dataclasses.replace(self._plan, tokens=TUNED_TOKENS, check=False)
@@ -198,4 +201,8 @@ class KernelSession:
                 Checker(
                     geometry.shape, form, [candidate for candidate in fused if candidate.name == best], "cuda"
                 ).run()
-        return FusedKernel(**dataclasses.asdict(shapes[best]))
+        measured = [
+            {"fused_kernel": dataclasses.asdict(config), "median_us": [kernels.medians(row).get(name) for row in rows]}
+            for name, config in shapes.items()
+        ]
+        return FusedKernel(**dataclasses.asdict(shapes[best])), measured

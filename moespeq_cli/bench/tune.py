@@ -26,8 +26,9 @@ Times = Mapping[int, Mapping[str, float]]
 def choose_ranges(times: Times, row_invariant: Collection[str]) -> tuple[TokenRange, ...]:
     """The fastest backend for every number of tokens.
 
-    Up to `INVARIANT_TOKENS` one backend computes everything, and one whose rows do not depend on the batch. Between two
-    measured numbers of tokens with different winners the border lies where lines through their times cross.
+    Up to `INVARIANT_TOKENS` one backend computes everything, and one whose rows do not depend on the batch. Between
+    two measured numbers of tokens with different winners the border lies where lines through their times cross,
+    rounded down to a multiple of 16: the fused kernel takes 16 tokens a launch, so its time rises in steps.
 
     Args:
         times: microseconds by number of tokens and backend; a backend that cannot compute so many is left out.
@@ -71,7 +72,8 @@ def _crossing(times: Times, low: int, high: int, old: str, new: str) -> int:
     if gain_low <= 0 or gain_high >= 0:
         return low
     share = gain_low / (gain_low - gain_high)
-    return min(high - 1, int(low * (high / low) ** share))
+    crossing = min(high - 1, int(low * (high / low) ** share))
+    return max(low, crossing - crossing % INVARIANT_TOKENS)
 
 
 def write_profile(path: Path, table: DispatchTable, fused: FusedKernel, notes: Sequence[str]) -> None:

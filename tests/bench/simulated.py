@@ -104,5 +104,5 @@ class Prepared:
         weight = (weight.bfloat16() if self.rounding.weights else weight).float()
         # Row by row, so that a row's sums do not depend on its batch.
         y = torch.stack([weight @ row for row in x]) if len(x) else x.new_zeros(0, len(weight))
-        y = y if bias is None else y + bias.float()
-        return y.bfloat16().float() if self.rounding.products else y
+        y = y.bfloat16().float() if self.rounding.products else y
+        return y if bias is None else y + bias.float()

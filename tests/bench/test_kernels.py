@@ -63,11 +63,22 @@ def test_odd_layers_pass(sizes: tuple[int, int, int, int]) -> None:
     assert min(exact) == 1.0
 
 
-def test_libraries_that_round_more_have_wider_intervals() -> None:
-    candidate = Simulated(Fault(), "grouped", Rounding(weights=True, products=True), row_invariant=False)
-    assert all(record["ok"] for record in check(SHAPE, WeightForm("int4", 32), candidate))
+@pytest.mark.parametrize(
+    "rounding", [Rounding(weights=True), Rounding(weights=True, products=True)], ids=["weights", "products too"]
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_backends_that_round_more_are_followed_there(rounding: Rounding, has_bias: bool) -> None:
+    shape, form = ExpertShape(7, 3, 136, 200, has_bias=has_bias), WeightForm("int4", 32)
+    candidate = Simulated(Fault(), "grouped", rounding, row_invariant=False)
+    records = check(shape, form, candidate)
+    assert all(record["ok"] for record in records)
+    widest = {
+        name: max(int(r["allowed_numbers"]) for r in records if r["check"] == name)  # type: ignore[call-overload]
+        for name in ("one-hot x", "one-hot h", "integers", "random")
+    }
+    assert widest["one-hot x"] == widest["one-hot h"] == widest["integers"] == 1 and widest["random"] <= 5, widest
     with pytest.raises(KernelError):
-        Checker(SHAPE, WeightForm("int4", 32), [_pretending(candidate)], "cpu").run()
+        check(shape, form, _pretending(candidate))
 
 
 def _pretending(candidate: Simulated) -> Simulated:
