@@ -101,9 +101,6 @@
 #define TEAMS (WARPS / TEAM)
 #define GATHER (MAX_TOKENS > 8)   // an entry's columns hold the tokens of its expert; else column t is token t
 #define KEEP (!GATHER && (UNITS1 + TEAM - 1) / TEAM <= CHUNK)   // a warp's part of x stays in registers for all of phase 1
-#ifndef DRY_WARPS
-#define DRY_WARPS 0    // one for each scheduler of an SM
-#endif
 #define QUEUE 32       // claims a team remembers; its warps are never further apart
 #define COLUMNS 8      // tokens of an MMA, and of an entry of the list: an expert with more tokens has several entries
 #define LEVELS (MAX_TOKENS / COLUMNS)
@@ -143,16 +140,6 @@ __device__ __forceinline__ u16* active_pairs() { return (u16*)(smem + OFF_PAIRS)
 
 template <class T> struct Plain { using type = T; };
 template <class T> struct Plain<T&> { using type = T; };
-
-#ifdef STAMPS   // when each warp passed which point, for tools/: [grid][WARPS][16] clock cycles
-#define STAMP(i) do { if (me.lane == 0) stamps[((u64)blockIdx.x * WARPS + me.warp) * 16 + (i)] = clock64(); } while (0)
-#define STAMP_ONCE(i, when) do { if (when) STAMP(i); } while (0)
-#define STAMP_PARAMETER , u64* stamps
-#else
-#define STAMP_ONCE(i, when)
-#define STAMP(i)
-#define STAMP_PARAMETER
-#endif
 
 struct Args {
   const u16* x; const int* index; const float* weight; const int* slot_of; const u8* pool;
@@ -386,11 +373,11 @@ template <class AFTER> __device__ __forceinline__ void multiply(u32 unit, int la
 // acc += n <= CHUNK units that lie in shared memory one after the other. b holds their tokens; it is loaded with those of the
 // following stage, `next_n` units, as soon as it is used (next_n 0: it is left as it is).
 template <int PHASE> __device__ __forceinline__ void multiply_chunk(u32 place, int lane, int n, u32 (*b)[B_REGS], float* acc, const Column<PHASE>& column, int next_n,
-                                                                    const Column<PHASE>& next, bool dry) {
+                                                                    const Column<PHASE>& next) {
 #pragma unroll
   for (int u = 0; u < CHUNK; u++) {
     if (u < n) {
-      if (PHASE == 2 && !dry) {
+      if (PHASE == 2) {
         column.await(b[u], u);
         __syncwarp();
       }
@@ -529,14 +516,13 @@ __device__ __forceinline__ void make_list(const Args& args, Warp& me) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_small(
     const u16* __restrict__ x, const int* __restrict__ index, const float* __restrict__ weight, const int* __restrict__ slot_of, const u8* __restrict__ pool,
-    u32* state, u16* h, u16* __restrict__ y, float* pairs, int num_tokens, int resume, int first_claim STAMP_PARAMETER) {
+    u32* state, u16* h, u16* __restrict__ y, float* pairs, int num_tokens, int resume, int first_claim) {
   const Args args = {x, index, weight, slot_of, pool, state, h, y, pairs, num_tokens, resume, first_claim};
   Warp me;
   me.warp = threadIdx.x / 32, me.lane = threadIdx.x % 32, me.team = me.warp / TEAM, me.member = me.warp % TEAM;
   const u32 shared = shared_address(smem), ring = shared + me.warp * (STAGES * STAGE_BYTES), barriers = shared + OFF_BARRIER + me.warp * STAGES * 8;
   const u32 notes = shared + OFF_NOTE + me.warp * STAGES * 16;
   me.queue = shared + OFF_QUEUE + me.team * QUEUE * 8;
-  STAMP(0);
   for (int e = threadIdx.x; e < NUM_EXPERTS; e += THREADS) masks()[e] = 0;
   for (int i = threadIdx.x; i < TEAMS * QUEUE; i += THREADS) ((u64*)(smem + OFF_QUEUE))[i] = 0;
   for (int i = threadIdx.x; i < MAX_ACTIVE * COLUMNS; i += THREADS) active_pairs()[i] = NO_PAIR;
@@ -546,13 +532,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_small(
 #endif
   __syncthreads();
   wait_for_previous_kernel();
-  STAMP(1);
   const bool leader = me.member == 0 && me.lane == 0;
   u32 claim = 0;                  // leader: a claim that is not published yet
   bool in_flight = leader && me.team >= first_claim;
   if (in_flight) claim = atomic_next(state, me.lane);
   make_list(args, me);
-  STAMP(2);
   let_next_kernel_start();
 
   const u32 parity = block_claim() >> 31, last_claim = (u32)(me.num_active * TILES1) + gridDim.x * TEAMS - 1;
@@ -583,7 +567,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_small(
   };
 #pragma unroll 1
   for (int i = 0; i < STAGES; i++) copy_next();
-  STAMP(4);
 
   {                               // the other buffer of h is for the next call
     uint4* other = (uint4*)(h + (u64)(parity ^ 1) * MAX_PAIRS * INTER);
@@ -593,38 +576,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_small(
   u32 b[CHUNK][B_REGS];
   float acc[4];
   int use = 0, use_phase = 0;
-#ifdef STAMPS
-  int stamped = 0;
-#endif
   __syncwarp();
   Note note = read_note(notes);
-  // Adds the units of this stage to acc and goes on to the next stage, whose note becomes `note`. A dry run computes on whatever
-  // lies in the ring and goes on to nothing: it brings the instructions into their cache while the first weights are on their way.
-  auto run_stage = [&](auto& column, bool dry) {
+  // Adds the units of this stage to acc and goes on to the next stage, whose note becomes `note`
+  auto run_stage = [&](auto& column) {
     using Here = typename Plain<decltype(column)>::type;
     constexpr int PHASE = Here::PHASE_;
     const int following = use + 1 == STAGES ? 0 : use + 1;
     const Note next = read_note(notes + following * 16);
     Here after = column;
     int next_n = 0;
-    if (next.phase() == PHASE && !(PHASE == 1 && KEEP) && !dry) after = Here(args, me, next, parity), next_n = next.n();
-    if (!dry) {
+    if (next.phase() == PHASE && !(PHASE == 1 && KEEP)) after = Here(args, me, next, parity), next_n = next.n();
 #if BULK
-      barrier_wait(barriers + use * 8, use_phase);
+    barrier_wait(barriers + use * 8, use_phase);
 #else
-      copy_wait<STAGES - 1>();
+    copy_wait<STAGES - 1>();
 #endif
-    }
     __syncwarp();
-    STAMP_ONCE(PHASE == 2 ? 11 : stamped == 0 ? 3 : 7, !dry && (PHASE == 2 ? stamped < 11 : stamped < 7));
-    const int n = PHASE == 1 && UNITS1 % (TEAM * CHUNK) == 0 ? CHUNK : dry ? CHUNK : note.n();
-    multiply_chunk<PHASE>(ring + use * STAGE_BYTES, me.lane, n, b, acc, column, next_n, after, dry);
+    const int n = PHASE == 1 && UNITS1 % (TEAM * CHUNK) == 0 ? CHUNK : note.n();
+    multiply_chunk<PHASE>(ring + use * STAGE_BYTES, me.lane, n, b, acc, column, next_n, after);
     __syncwarp();
-    if (dry) return;
-    STAMP_ONCE(PHASE == 2 ? 12 : stamped == 0 ? 5 : 8, PHASE == 2 ? stamped < 12 : stamped < 8);
-#ifdef STAMPS
-    stamped = PHASE == 2 ? 12 : stamped == 0 ? 1 : 8;
-#endif
     copy_next();
     use = following, use_phase ^= following == 0;
     column = after;
@@ -639,21 +610,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_small(
   if (note.phase() == 1) {
     Column<1> column(args, me, note, parity);
     load_first(column);
-    bool dry = me.warp < DRY_WARPS, first = true;
+    bool first = true;
 #pragma unroll 1
     for (int tiles = 0; note.phase() == 1; tiles++) {
       const Note item = note;
       bool last;
       do {
         if (first) acc[0] = acc[1] = acc[2] = acc[3] = 0.f;
-        last = note.last() && !dry, first = last || dry;
-        run_stage(column, dry);
-        dry = false;
+        first = last = note.last();
+        run_stage(column);
       } while (!last);
       if (join_team(me, shared, tiles, acc)) store_h(args, me, item, acc, parity);
     }
   }
-  STAMP(6);
   int row_tile = blockIdx.x;
   auto rows_until = [&](int end) {         // all items of these rows are behind this warp
     for (; row_tile < end; row_tile += gridDim.x) {
@@ -665,7 +634,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_small(
   if (note.phase() == 2) {
     Column<2> column(args, me, note, parity);
     load_first(column);
-    bool dry = me.warp < DRY_WARPS, first = true;
+    bool first = true;
 #pragma unroll 1
     while (note.phase() == 2) {
       rows_until(note.tile);
@@ -673,16 +642,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_small(
       bool last;
       do {
         if (first) acc[0] = acc[1] = acc[2] = acc[3] = 0.f;
-        last = note.last() && !dry, first = last || dry;
-        run_stage(column, dry);
-        dry = false;
+        first = last = note.last();
+        run_stage(column);
       } while (!last);
       put_part(me, item, acc);
     }
   }
-  STAMP(9);
   rows_until(TILES2);
-  STAMP(10);
 }
 
 extern "C" __global__ void moe_small_shared_bytes(int* bytes) { *bytes = SHARED_BYTES; }
