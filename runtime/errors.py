@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 
 class MoespeqError(Exception):
     """What was expected, what was found, and how to mend it.
@@ -14,6 +17,11 @@ class MoespeqError(Exception):
         self.expected = expected
         self.found = found
         self.mend = mend
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled with its keywords, so that it survives the way from a worker process; `Exception` knows none."""
+        again = functools.partial(type(self), expected=self.expected, found=self.found, mend=self.mend)
+        return again, (), self.__dict__
 
 
 class InputError(MoespeqError):
