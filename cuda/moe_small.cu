@@ -127,8 +127,12 @@
 
 static_assert(TEAM <= UNITS1 && PARTS <= UNITS2, "more parts than K units");
 static_assert((WARPS & (WARPS - 1)) == 0 && WARPS % TEAM == 0 && WARPS % PARTS == 0 && (TEAM == 1 || TEAMS <= 15), "teams");
+static_assert(STAGES >= 2 && STAGES < QUEUE, "a team's warps, up to STAGES tiles apart, would lose a claim");
+#ifdef EXPECTED_SHARED_BYTES
+static_assert(SHARED_BYTES == EXPECTED_SHARED_BYTES, "the launcher counts other bytes of shared memory");
+#endif
 
-extern __shared__ __align__(128) u8 smem[];
+DYNAMIC_SHARED(smem);
 __device__ __forceinline__ float* weights() { return (float*)(smem + OFF_WEIGHT); }
 __device__ __forceinline__ int* places() { return (int*)(smem + OFF_PLACE); }
 __device__ __forceinline__ u32* masks() { return (u32*)(smem + OFF_MASK); }
@@ -168,12 +172,12 @@ struct Warp {
   __device__ __forceinline__ u32 claimed(int ordinal) const {
     u64 v;
     do {
-      asm volatile("ld.volatile.shared.u64 %0, [%1];" : "=l"(v) : "r"(queue + (ordinal % QUEUE) * 8) : "memory");
+      v = lds_volatile64(queue + (ordinal % QUEUE) * 8);
     } while ((u32)(v >> 32) != (u32)ordinal + 1);
     return (u32)v;
   }
   __device__ __forceinline__ void publish(int ordinal, u32 claim) const {
-    asm volatile("st.volatile.shared.u64 [%0], %1;" ::"r"(queue + (ordinal % QUEUE) * 8), "l"((u64)(ordinal + 1) << 32 | claim) : "memory");
+    sts_volatile64(queue + (ordinal % QUEUE) * 8, (u64)(ordinal + 1) << 32 | claim);
   }
   __device__ __forceinline__ int start(int round) const { return (warp - round * num_active * PARTS) & (WARPS - 1); }
   __device__ __forceinline__ Item next(Walk& w) const {
@@ -224,7 +228,7 @@ struct Note {
 };
 __device__ __forceinline__ void write_note(u32 at, const Item& it, int unit, int n) {
   const u32 word = it.phase | (unit + n == it.first + it.count ? 4 : 0) | n << 3 | it.part << 8 | unit << 16;
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %3};" ::"r"(at), "r"(word), "r"(it.active), "r"(it.tile) : "memory");
+  sts128(at, word, it.active, it.tile, it.tile);
 }
 __device__ __forceinline__ Note read_note(u32 at) {
   const uint4 v = lds128(at);
@@ -414,7 +418,7 @@ __device__ __forceinline__ bool join_team(const Warp& me, u32 shared, int tiles,
 #if TEAM > 1
   const u32 red = shared + OFF_RED + (me.team * 2 + (tiles & 1)) * (TEAM * 512);
   sts_f128(red + (me.member * 32 + me.lane) * 16, acc[0], acc[1], acc[2], acc[3]);
-  asm volatile("bar.sync %0, %1;" ::"r"(me.team + 1), "n"(TEAM * 32) : "memory");
+  barrier_of<TEAM * 32>(me.team + 1);
   if (tiles % TEAM != me.member) return false;
   float v[TEAM][4];
 #pragma unroll

@@ -12,53 +12,14 @@ import yaml
 
 from runtime.decode.governor import make_governor
 from runtime.errors import InputError
+from runtime.kernels.fused_config import FusedConfig
 from runtime.kernels.tuning import DispatchTable
 from runtime.memory.eviction import make_policy
 from runtime.memory.predict import make_predictor
 
 MAX_WINDOW = 512
 CHECKS = ("auto", "all", "first-use")
-
-
-@dataclass(frozen=True, slots=True)
-class FusedKernel:
-    """Shape of the fused CUDA kernel; a CPU run leaves it alone. 0 is what measures fastest for each layer.
-
-    Attributes:
-        block_dim: threads of a block, a power of two from 64 to 1024.
-        experts_per_block: experts whose tiles alternate in memory (INT4 and INT8); 1 keeps each expert contiguous.
-        stages: units of 16 rows that each warp has in flight, 2 to 32.
-        k_split: parts of the down projection's columns, summed by different warps, then in a fixed order; a power of
-            two up to 32.
-        team: warps that share a tile of gate and up rows, a power of two up to 32.
-    """
-
-    block_dim: int = 0
-    experts_per_block: int = 0
-    stages: int = 0
-    k_split: int = 0
-    team: int = 0
-
-    def __post_init__(self) -> None:
-        powers = [2**n for n in range(11)]
-        checks = (
-            (
-                self.block_dim in (0, *powers[6:]),
-                "a block_dim of 0 (automatic) or a power of two from 64 to 1024",
-                self.block_dim,
-            ),
-            (0 <= self.experts_per_block <= 1024, "0 (automatic) to 1024 experts_per_block", self.experts_per_block),
-            (self.stages == 0 or 2 <= self.stages <= 32, "stages of 0 (automatic) or 2 to 32", self.stages),
-            (self.k_split in (0, *powers[:6]), "a k_split of 0 (automatic) or a power of two up to 32", self.k_split),
-            (self.team in (0, *powers[:6]), "a team of 0 (automatic) or a power of two up to 32", self.team),
-        )
-        for good, expected, found in checks:
-            if not good:
-                raise InputError(
-                    expected=f"{expected} in fused_kernel",
-                    found=repr(found),
-                    mend="correct it or leave it out",
-                )
+FusedKernel = FusedConfig  # the name of the setting is fused_kernel
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from runtime.kernels import combine, dequant, gemm, read_bytes, route
 from runtime.kernels.compile import Source
+from runtime.kernels.fused_config import FusedConfig
+from runtime.kernels.fused_plan import plan
+from runtime.kernels.layout import SlotLayout
 from runtime.kernels.shape import Activation, ExpertShape, WeightForm
 
 EVERYWHERE = ("sm_80", "sm_90")  # what is compiled for these runs from compute capability 8.0 up
@@ -29,6 +32,39 @@ class Entry:
     max_spill_bytes: int = 0
 
 
+# Shared memory of a block on the GPUs whose plans are compiled, and the newest architecture here that they run.
+H200, A100, CONSUMER = (232448, "sm_90"), (166912, "sm_80"), (101376, "sm_80")
+
+_QWEN = ExpertShape(60, 4, 2048, 1408)
+_DEEPSEEK = ExpertShape(64, 6, 2048, 1408)
+_QWEN3 = ExpertShape(128, 8, 2048, 768)
+_PHI = ExpertShape(16, 2, 4096, 6400)
+_MIXTRAL = ExpertShape(8, 2, 4096, 14336)
+_GPT_OSS = ExpertShape(32, 4, 2880, 2880, Activation.clamped, has_bias=True)
+_ODD = (
+    ExpertShape(5, 2, 64, 40, Activation.gelu),
+    ExpertShape(257, 6, 288, 192, Activation.gelu_tanh, has_bias=True),
+    ExpertShape(3, 3, 96, 48, Activation.clamped),
+    ExpertShape(1, 1, 8, 8),
+)
+_INT4, _INT8, _BF16 = WeightForm("int4", 128), WeightForm("int8", -1), WeightForm("bf16")
+
+
+def _fused(
+    shape: ExpertShape,
+    form: WeightForm,
+    tokens: int,
+    gpus: tuple[tuple[int, str], ...] = (H200, A100),
+    config: FusedConfig | None = None,
+) -> tuple[Entry, ...]:
+    """The fused kernel as each of some GPUs would run it; 128 registers are all that 512 threads can have."""
+    layout = SlotLayout(shape, form)
+    return tuple(
+        Entry(plan(layout, tokens, config or FusedConfig(), smem_bytes).source, 128, (arch,))
+        for smem_bytes, arch in gpus
+    )
+
+
 # Every `.cu` file has entries here for sm_80 and for sm_90 or sm_90a; one for each set of values that differs in kind.
 CATALOG: tuple[Entry, ...] = (
     Entry(route.SOURCE, 64),
@@ -44,4 +80,30 @@ CATALOG: tuple[Entry, ...] = (
         )
     ),
     *(Entry(dequant.source(WeightForm(kind, group)), 80) for kind in ("int4", "int8") for group in (32, 64, 128)),
+    *_fused(_QWEN, _INT4, 8, (H200, A100, CONSUMER)),
+    *_fused(_QWEN, _INT4, 16, (H200, A100, CONSUMER)),
+    *_fused(_QWEN, _INT4, 8, config=FusedConfig(block_dim=256, experts_per_block=8)),
+    *_fused(_QWEN, _INT8, 8),
+    *_fused(_QWEN, _BF16, 8),
+    *_fused(_QWEN, _BF16, 16, (H200, A100, CONSUMER), FusedConfig(k_split=8)),
+    *_fused(_DEEPSEEK, _INT4, 16),
+    *_fused(_DEEPSEEK, _BF16, 8, (H200,)),
+    *_fused(_QWEN3, _INT4, 16),
+    *_fused(_QWEN3, _INT8, 16, (H200,)),
+    *_fused(_PHI, _INT4, 8),
+    *_fused(_PHI, _BF16, 16, (H200,)),
+    *_fused(_MIXTRAL, _INT4, 8),
+    *_fused(_MIXTRAL, WeightForm("int4", 64), 16, (H200,)),
+    *_fused(_MIXTRAL, _BF16, 8, (H200,)),
+    *_fused(_GPT_OSS, WeightForm("int4", 32), 8),
+    *_fused(_GPT_OSS, _INT8, 16),
+    *_fused(_GPT_OSS, _BF16, 16),
+    *(
+        entry
+        for shape in _ODD
+        for form, tokens in ((WeightForm("int4", -1), 16), (WeightForm("int8", 64), 16), (_BF16, 8))
+        for entry in _fused(shape, form, tokens, (H200,) if tokens == 8 else (A100,))
+    ),
+    *_fused(_ODD[1], WeightForm("int4", 32), 16),
+    *_fused(_ODD[2], WeightForm("int4", 64), 8),
 )
