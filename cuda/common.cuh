@@ -26,6 +26,20 @@ __device__ __forceinline__ void sts_f32(u32 a, float v) { asm volatile("st.share
 __device__ __forceinline__ void sts_f128(u32 a, float x, float y, float z, float w) {
   asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(a), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
+__device__ __forceinline__ void sts128(u32 a, u32 x, u32 y, u32 z, u32 w) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+// Words that warps exchange without a barrier
+__device__ __forceinline__ u64 lds_volatile64(u32 a) {
+  u64 v;
+  asm volatile("ld.volatile.shared.u64 %0, [%1];" : "=l"(v) : "r"(a) : "memory");
+  return v;
+}
+__device__ __forceinline__ void sts_volatile64(u32 a, u64 v) { asm volatile("st.volatile.shared.u64 [%0], %1;" ::"r"(a), "l"(v) : "memory"); }
+// A barrier of some warps of the block
+template <int THREADS_> __device__ __forceinline__ void barrier_of(int id) { asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS_) : "memory"); }
+// The block's dynamic shared memory
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
 
 // ---- asynchronous copies (sm_80): 16 bytes a lane past L1, the rest of the 16 filled with zeros ----
 __device__ __forceinline__ void copy_async(u32 dst, const void* src) {
@@ -112,6 +126,7 @@ __device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+__device__ __forceinline__ void barrier_arrive(u32 barrier, u32 count) { asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory"); }
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
   asm volatile("{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; @done bra READY; bra AGAIN; READY: }" ::"r"(barrier), "r"(phase) : "memory");
 }

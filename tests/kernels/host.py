@@ -69,6 +69,16 @@ class Host:
         raise AttributeError(f"no function {name} was compiled")
 
 
+def cxx() -> str:
+    """The C++ compiler. Without one it skips the test, or fails it if MOESPEQ_REQUIRE_CXX is set."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    if compiler is None:
+        if os.environ.get("MOESPEQ_REQUIRE_CXX"):
+            pytest.fail("no C++ compiler: install g++ or set CXX")
+        pytest.skip("no C++ compiler for device functions on the host: install g++ or set CXX")
+    return compiler
+
+
 def compile_for_host(
     folder: Path, headers: Sequence[str], functions: Sequence[Function], defines: dict[str, int] | None = None
 ) -> Host:
@@ -80,14 +90,10 @@ def compile_for_host(
         functions: what to call.
         defines: macros set before the headers are read.
 
-    Undefined behaviour, such as a shift out of range or a signed overflow, ends the process. Skips the test if there is
-    no C++ compiler, but fails if MOESPEQ_REQUIRE_CXX is set.
+    Undefined behaviour, such as a shift out of range or a signed overflow, ends the process. See `cxx` for
+    machines without a C++ compiler.
     """
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-    if compiler is None:
-        if os.environ.get("MOESPEQ_REQUIRE_CXX"):
-            pytest.fail("no C++ compiler: install g++ or set CXX")
-        pytest.skip("no C++ compiler for device functions on the host: install g++ or set CXX")
+    compiler = cxx()
     text = "".join(f"#define {name} {value}\n" for name, value in (defines or {}).items())
     text += "".join(f'#include "{header}"\n' for header in headers)
     text += "".join(function.source() for function in functions)

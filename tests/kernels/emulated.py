@@ -1,0 +1,122 @@
+"""The kernel for few tokens on the host: its own source on the emulated machine of `emulator/simt.hpp`."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from runtime.kernels.compile import kernel_folder
+from runtime.kernels.layout import SlotLayout
+from tests.kernels.host import cxx
+
+EMULATOR = Path(__file__).parent / "emulator"
+LATE, AT_ONCE, RANDOM = range(3)  # when copies land
+
+
+@dataclass(frozen=True, slots=True)
+class Emulated:
+    """A compiled variant.
+
+    Attributes:
+        library: with `run_experts` and `shared_bytes`.
+        layout: of its slots.
+        max_pairs: of one launch.
+    """
+
+    library: ctypes.CDLL
+    layout: SlotLayout
+    max_pairs: int
+
+    def run(
+        self,
+        pool: Tensor,
+        slot_of: Tensor,
+        x: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        *,
+        grid: int = 2,
+        resident: int | None = None,
+        copies: int = RANDOM,
+        seed: int = 0,
+        first_claim: int = 1,
+        pairs: Tensor | None = None,
+        resume: bool = False,
+        state: Tensor | None = None,
+        h: Tensor | None = None,
+    ) -> Tensor:
+        """y bfloat16 [calls, M, H] for x [calls, M, H]: the calls run side by side.
+
+        Raises:
+            AssertionError: the kernel failed or did not end; the message says how.
+        """
+        calls, tokens = x.shape[:2]
+        inner = self.layout.shape.moe_intermediate_size
+        state = torch.zeros(calls, 2, dtype=torch.int32) if state is None else state
+        h = torch.full((calls, 2, self.max_pairs, inner), -1, dtype=torch.int16) if h is None else h
+        y = torch.full_like(x, float("nan"))
+        arguments = [_pointer(t) for t in (x, top_k_index, top_k_weights, slot_of, pool, state, h, y, pairs)]
+        self.library.run_experts.restype = ctypes.c_char_p
+        fault = self.library.run_experts(
+            calls,
+            grid,
+            grid if resident is None else resident,
+            copies,
+            seed,
+            *arguments,
+            tokens,
+            int(resume),
+            first_claim,
+        )
+        assert fault is None, fault.decode()
+        return y
+
+
+def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    assert tensor is None or tensor.is_contiguous()
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def build(
+    layout: SlotLayout,
+    defines: dict[str, int | str],
+    folder: Path,
+    arch: int = 900,
+    source: str = "moe_small.cu",
+    edit: tuple[str, str] | None = None,
+) -> Emulated:
+    """Compile `source` for the host.
+
+    Args:
+        layout: of the slots that it will read.
+        defines: its macros.
+        folder: where compiled libraries are kept.
+        arch: what `__CUDA_ARCH__` says.
+        source: the file of the kernel folder; its kernel has the same name.
+        edit: a text of the source and what to put in its place, to plant a fault.
+    """
+    kernel = (kernel_folder() / source).read_text(encoding="utf-8")
+    if edit is not None:
+        assert kernel.count(edit[0]) == 1, f"{edit[0]!r} once in {source}"
+        kernel = kernel.replace(*edit)
+    texts = [kernel, *(f.read_text(encoding="utf-8") for f in sorted(EMULATOR.iterdir()))]
+    key = hashlib.sha256(repr((texts, sorted(defines.items()), arch)).encode()).hexdigest()[:16]
+    target = folder / f"{key}.so"
+    if not target.exists():
+        work = folder / key
+        shutil.copytree(EMULATOR, work)
+        (work / source).write_text(kernel, encoding="utf-8")
+        shutil.copy(kernel_folder() / "layout.cuh", work)
+        command = [cxx(), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-D__CUDA_ARCH__={arch}"]
+        command += [f'-DKERNEL_FILE="{source}"', f"-DKERNEL_NAME={source.removesuffix('.cu')}"]
+        command += [f"-D{name}={value}" for name, value in defines.items()]
+        done = subprocess.run([*command, "-o", str(target), "experts.cpp"], cwd=work, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    return Emulated(ctypes.CDLL(str(target)), layout, int(defines["MAX_PAIRS"]))

@@ -1,0 +1,126 @@
+// The functions of cuda/common.cuh on the emulated machine; the kernels include this text in its place.
+#pragma once
+#include "simt.hpp"
+
+#define DYNAMIC_SHARED(name) static const int name##_is_shared = 0
+#define smem (simt::lane().block->shared.data())
+
+inline u32 shared_address(const void* p) { return (u32)((const u8*)p - smem); }
+template <class T> inline T simt_lds(u32 a) { T v; memcpy(&v, simt::at_shared(a, sizeof(T)), sizeof(T)); return v; }
+template <class T> inline void simt_sts(u32 a, T v) { memcpy(simt::at_shared(a, sizeof(T)), &v, sizeof(T)); }
+inline uint4 lds128(u32 a) { return simt_lds<uint4>(a); }
+inline u32 lds32(u32 a) { return simt_lds<u32>(a); }
+inline float lds_f32(u32 a) { return simt_lds<float>(a); }
+inline float4 lds_f128(u32 a) { return simt_lds<float4>(a); }
+inline void sts_f32(u32 a, float v) { simt_sts(a, v); }
+inline void sts_f128(u32 a, float x, float y, float z, float w) { simt_sts(a, float4{x, y, z, w}); }
+inline void sts128(u32 a, u32 x, u32 y, u32 z, u32 w) { simt_sts(a, uint4{x, y, z, w}); }
+inline u64 lds_volatile64(u32 a) {
+  simt::yield("a word in shared memory");
+  return simt_lds<u64>(a);
+}
+inline void sts_volatile64(u32 a, u64 v) { simt_sts(a, v), simt::event(); }
+template <int THREADS_> inline void barrier_of(int id) { simt::gate(id, THREADS_, "a barrier of some warps"); }
+
+// ---- asynchronous copies: they land when they are waited for, at once, or at a random wait before ----
+inline void simt_land(const simt::Async& a) { memcpy(smem + a.dst, a.data.data(), a.data.size()); }
+inline void copy_async_or_zero(u32 dst, const void* src, bool there) {
+  simt::Async a{dst, std::vector<u8>(16, 0)};
+  simt::at_shared(dst, 16);
+  if (there) memcpy(a.data.data(), src, 16);
+  memset(smem + dst, 0xff, 16);
+  if (simt::machine->copies == simt::AT_ONCE) simt_land(a);
+  simt::lane().open.push_back(a);
+}
+inline void copy_async(u32 dst, const void* src) { copy_async_or_zero(dst, src, true); }
+inline void copy_commit() { simt::lane().groups.push_back(std::move(simt::lane().open)), simt::lane().open.clear(); }
+template <int LEFT> inline void copy_wait() {
+  auto& groups = simt::lane().groups;
+  while (groups.size() > LEFT) {
+    for (auto& a : groups.front()) simt_land(a);
+    groups.pop_front();
+  }
+}
+
+// ---- global memory that other blocks write ----
+inline uint4 load_shared_by_grid(const void* p) {
+  simt::yield("a value of another block");
+  uint4 v;
+  memcpy(&v, p, 16);
+  return v;
+}
+inline void store_shared_by_grid(void* p, uint4 v) { memcpy(p, &v, 16), simt::event(); }
+inline uint4 load_read_only(const void* p) { uint4 v; memcpy(&v, p, 16); return v; }
+inline u32 atomic_add(u32* p, u32 n) { const u32 old = *p; *p += n; simt::event(); return old; }
+inline u32 atomic_next(u32* p, int zero) { return atomic_add(p + zero, 1); }
+
+// ---- arithmetic ----
+inline float bf16_to_f32(u32 bits) { return __uint_as_float(bits << 16); }
+inline u32 simt_bf16(float f) {
+  if (std::isnan(f)) return 0x7fff;
+  const u32 v = __float_as_uint(f);
+  return (v + 0x7fff + (v >> 16 & 1)) >> 16;
+}
+inline u32 f32_to_bf16x2(float high, float low) { return simt_bf16(high) << 16 | simt_bf16(low); }
+inline float f16_to_f32(u32 bits) { _Float16 h; const u16 b = (u16)bits; memcpy(&h, &b, 2); return (float)h; }
+inline u32 and_or(u32 a, u32 mask, u32 bits) { return (a & mask) | bits; }
+inline u32 sub_bf16x2(u32 a, u32 b) {
+  return f32_to_bf16x2(bf16_to_f32(a >> 16) - bf16_to_f32(b >> 16), bf16_to_f32(a & 0xffff) - bf16_to_f32(b & 0xffff));
+}
+// c (16 x 8) += a (16 x 16) * b (16 x 8), operands as mma.m16n8k16 spreads them over the lanes
+inline void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  u32 in[6] = {a0, a1, a2, a3, b0, b1}, out[4];
+  simt::together(6, "mma", in, 6, out, 4, [](simt::Warp& w) {
+    float a[16][16], b[16][8];
+    for (int l = 0; l < 32; l++) {
+      const int r = l / 4, k = l % 4 * 2;
+      for (int h = 0; h < 2; h++) {
+        auto half = [&](int i) { return bf16_to_f32(w.in[l][i] >> (16 * h) & 0xffff); };
+        a[r][k + h] = half(0), a[r + 8][k + h] = half(1), a[r][k + 8 + h] = half(2), a[r + 8][k + 8 + h] = half(3);
+        b[k + h][r] = half(4), b[k + 8 + h][r] = half(5);
+      }
+    }
+    for (int l = 0; l < 32; l++)
+      for (int i = 0; i < 4; i++) {
+        float sum = 0.f;
+        for (int k = 0; k < 16; k++) sum += a[l / 4 + i / 2 * 8][k] * b[k][l % 4 * 2 + i % 2];
+        w.out[l][i] = __float_as_uint(sum);
+      }
+  });
+  for (int i = 0; i < 4; i++) c[i] += __uint_as_float(out[i]);
+}
+
+inline void wait_for_previous_kernel() {}
+inline void let_next_kernel_start() {}
+
+// ---- bulk copies ----
+inline void barrier_init(u32 barrier, u32 arrivals) {
+  simt::at_shared(barrier, 8);
+  simt::Barrier b;
+  b.expected = b.pending = arrivals;
+  simt::lane().block->barriers[barrier] = b;
+}
+inline void barriers_ready() {}
+inline void barrier_expect(u32 barrier, u32 bytes) {
+  simt::Barrier& b = simt::barrier_at(barrier);
+  b.bytes += bytes;
+  simt::arrive(b, 1);
+}
+inline void barrier_arrive(u32 barrier, u32 count) { simt::arrive(simt::barrier_at(barrier), count); }
+inline void barrier_wait(u32 barrier, u32 phase) {
+  simt::Barrier& b = simt::barrier_at(barrier);
+  simt::wait_until("an mbarrier", [&] { return (b.phase & 1) != (phase & 1); });
+}
+inline bool elect_lane() {
+  u32 none = 0;
+  simt::together(7, "elect", &none, 0, &none, 0, [](simt::Warp&) {});
+  return simt::lane_id() == 0;
+}
+inline void copy_bulk(u32 dst, const void* src, u32 bytes, u32 barrier) {
+  if (bytes % 16 || dst % 16 || (uintptr_t)src % 16) simt::fail("a bulk copy that is not in pieces of 16 bytes");
+  simt::Block& block = *simt::lane().block;
+  if ((u64)dst + bytes > block.shared.size()) simt::fail("a bulk copy past shared memory");
+  block.bulks.push_back({dst, std::vector<u8>((const u8*)src, (const u8*)src + bytes), barrier});
+  memset(smem + dst, 0xff, bytes);
+  if (simt::machine->copies == simt::AT_ONCE) simt::land(block, block.bulks.size() - 1);
+}

@@ -1,0 +1,193 @@
+"""The kernel for few tokens without a GPU: right under any schedule, any residency and any timing of its copies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runtime.kernels import fused
+from runtime.kernels.layout import Biases, SlotLayout
+from runtime.kernels.reference import compute_torch, quantize, slot_experts
+from runtime.kernels.shape import Activation, ExpertShape, WeightForm
+from tests.kernels import emulated
+from tests.kernels.host import cxx
+
+ANY_SMEM_BYTES = 1 << 24  # the emulated machine has as much shared memory as is asked for
+
+
+class Layer:
+    """A layer with random experts in a pool, and the kernel's variant for it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        shape: ExpertShape,
+        form: WeightForm,
+        max_tokens: int = 8,
+        arch: int = 900,
+        edit: tuple[str, str] | None = None,
+        **config: int,
+    ) -> None:
+        self.shape, self.layout = shape, SlotLayout(shape, form)
+        chosen = fused.plan(
+            self.layout, max_tokens, fused.FusedConfig(**{"block_dim": 128, "stages": 3} | config), ANY_SMEM_BYTES
+        )
+        self.defines, self.teams = dict(chosen.source.defines), chosen.teams
+        self.kernel = emulated.build(self.layout, self.defines, folder, arch, edit=edit)
+        assert self.kernel.library.shared_bytes() == chosen.smem_bytes
+        random = torch.Generator().manual_seed(7)
+        experts, inner, hidden = shape.num_experts, shape.moe_intermediate_size, shape.hidden_size
+        gate_up = (torch.randn(experts, 2 * inner, hidden, generator=random) * hidden**-0.5).bfloat16()
+        down = (torch.randn(experts, hidden, inner, generator=random) * inner**-0.5).bfloat16()
+        biases = None
+        if shape.has_bias:
+            biases = Biases(
+                torch.randn(experts, 2 * inner, generator=random).bfloat16(),
+                torch.randn(experts, hidden, generator=random).bfloat16(),
+            )
+        if form.is_coded:
+            self.pool = self.layout.pack_codes(quantize(gate_up, form), quantize(down, form), biases)
+        else:
+            self.pool = self.layout.pack_bf16(gate_up, down, biases)
+        self.slot_of = torch.randperm(experts, generator=random).int()
+
+    def batch(self, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """x [1, M, H], top_k_index and top_k_weights [1, M, k]."""
+        random = torch.Generator().manual_seed(seed)
+        x = torch.randn(1, tokens, self.shape.hidden_size, generator=random).bfloat16()
+        chosen = torch.rand(tokens, self.shape.num_experts, generator=random).topk(self.shape.top_k)
+        return x, chosen.indices[None].int(), torch.rand(1, tokens, self.shape.top_k, generator=random)
+
+    def run(self, *batch: Tensor, slot_of: Tensor | None = None, **options: Any) -> Tensor:
+        return self.kernel.run(self.pool, self.slot_of if slot_of is None else slot_of, *batch, **options)
+
+    def error(self, y: Tensor, x: Tensor, index: Tensor, weights: Tensor) -> float:
+        """The relative error of one call's y [M, H]."""
+        experts = slot_experts(self.layout, self.pool, self.slot_of.tolist())
+        right = compute_torch(x, index, weights, experts, self.shape.activation).y
+        return float((y.double() - right).norm() / right.norm())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cxx()
+    return tmp_path_factory.mktemp("emulated")
+
+
+SHAPE = ExpertShape(6, 3, 288, 192)
+CASES = {
+    "int4": (SHAPE, WeightForm("int4", 128), 8, 900),
+    "int4-g32": (ExpertShape(5, 2, 64, 40), WeightForm("int4", 32), 8, 900),
+    "int4-sm80": (SHAPE, WeightForm("int4", 64), 8, 800),
+    "int8-16": (SHAPE, WeightForm("int8", -1), 16, 900),
+    "bf16-bias": (ExpertShape(4, 2, 264, 136, Activation.clamped, True), WeightForm("bf16"), 8, 900),
+    "one-expert": (ExpertShape(1, 1, 128, 64, Activation.gelu_tanh), WeightForm("int4", 128), 8, 900),
+}
+
+
+@pytest.fixture(params=CASES, scope="module")
+def layer(request: pytest.FixtureRequest, folder: Path) -> Layer:
+    shape, form, max_tokens, arch = CASES[request.param]
+    return Layer(folder, shape, form, max_tokens, arch)
+
+
+def test_computes_the_layer_with_one_block_resident(layer: Layer) -> None:
+    """What would hang if a block waited for one that has not started."""
+    tokens = int(layer.defines["MAX_TOKENS"]) - 1
+    batch = layer.batch(tokens)
+    y = layer.run(*batch, grid=3, resident=1)
+    assert layer.error(y[0], *(t[0] for t in batch)) < 3e-3
+
+
+def test_bits_depend_on_no_schedule(layer: Layer) -> None:
+    batch = layer.batch(3)
+    y = layer.run(*batch, seed=1)
+    for seed, copies, grid, first_claim in (
+        (2, emulated.LATE, 1, 1),
+        (3, emulated.AT_ONCE, 5, 2),
+        (4, emulated.RANDOM, 2, 1),
+    ):
+        again = layer.run(*batch, seed=seed, copies=copies, grid=grid, first_claim=min(first_claim, layer.teams))
+        assert torch.equal(again, y)
+
+
+def test_a_row_has_the_same_bits_alone_and_in_any_place(layer: Layer) -> None:
+    tokens = min(5, int(layer.defines["MAX_TOKENS"]))
+    x, index, weights = layer.batch(tokens)
+    y = layer.run(x, index, weights)
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(1))
+    shuffled = layer.run(*(t[:, order].contiguous() for t in (x, index, weights)))
+    assert torch.equal(shuffled, y[:, order])
+    alone = layer.run(*(t[:, 2:3].contiguous() for t in (x, index, weights)))
+    assert torch.equal(alone[0, 0], y[0, 2])
+
+
+def test_two_passes_end_with_the_bits_of_one(layer: Layer) -> None:
+    x, index, weights = layer.batch(4)
+    y = layer.run(x, index, weights)
+    pairs = torch.full((4, layer.shape.top_k, layer.shape.hidden_size), float("nan"))
+    here = torch.arange(layer.shape.num_experts) % 2 == 0
+    absent = torch.full_like(layer.slot_of, -1)
+    layer.run(x, index, weights, slot_of=torch.where(here, layer.slot_of, absent), pairs=pairs)
+    rest = torch.where(here, absent, layer.slot_of)
+    assert torch.equal(layer.run(x, index, weights, slot_of=rest, pairs=pairs, resume=True), y)
+
+
+def test_calls_follow_each_other_in_the_same_scratch(layer: Layer) -> None:
+    """The claims start anew and the other buffer of h is refilled by each call."""
+    state = torch.zeros(1, 2, dtype=torch.int32)
+    h = torch.full((1, 2, layer.kernel.max_pairs, layer.shape.moe_intermediate_size), -1, dtype=torch.int16)
+    for call, tokens in enumerate((1, 4, 2, 3)):
+        batch = layer.batch(tokens, seed=call)
+        y = layer.run(*batch, state=state, h=h, seed=call)
+        assert layer.error(y[0], *(t[0] for t in batch)) < 3e-3
+    assert int(state[0, 0]) == 0  # four calls: the parity is back, and nothing is left claimed
+
+
+def test_two_calls_side_by_side_end(folder: Path) -> None:
+    layer = Layer(folder, SHAPE, WeightForm("int4", 128))
+    first, second = layer.batch(2, seed=1), layer.batch(2, seed=2)
+    both = tuple(torch.cat(pair).contiguous() for pair in zip(first, second, strict=True))
+    y = layer.run(*both, grid=2, resident=1)
+    for call, batch in enumerate((first, second)):
+        assert layer.error(y[call], *(t[0] for t in batch)) < 3e-3
+
+
+FAULTS = {
+    "no wait for the weights": ("    barrier_wait(barriers + use * 8, use_phase);", "", "error"),
+    "no wait for h": ("column.await(b[u], u);", "", "error"),
+    "h is not refilled": ("other[i] = make_uint4(~0u, ~0u, ~0u, ~0u)", "(void)other", "error"),
+    "the last claim is not seen": ("*state = ~c & 0x80000000u;", ";", "error"),
+    "the first tile by the block's number": (
+        "if (tid == THREADS - 32) block_claim() = claim;",
+        "if (tid == THREADS - 32) block_claim() = blockIdx.x * args.first_claim;",
+        "no thread gets on",
+    ),
+    "no barrier of the team": ("  barrier_of<TEAM * 32>(me.team + 1);\n", "", "error"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_emulation_finds(fault: str, folder: Path) -> None:
+    """Each fault shows under one of a few schedules, as a wrong result or as a kernel that does not end."""
+    old, new, expected = FAULTS[fault]
+    layer = Layer(folder, SHAPE, WeightForm("int4", 128), edit=(old, new))
+    state = torch.zeros(1, 2, dtype=torch.int32)
+    h = torch.full((1, 2, layer.kernel.max_pairs, SHAPE.moe_intermediate_size), -1, dtype=torch.int16)
+    found = ""
+    for seed in range(4):
+        batch = layer.batch(3, seed=seed)
+        try:
+            y = layer.run(*batch, grid=3, resident=2, seed=seed, copies=emulated.LATE, state=state, h=h)
+        except AssertionError as error:
+            found = str(error)
+            break
+        if not layer.error(y[0], *(t[0] for t in batch)) < 3e-3:
+            found = "error"
+            break
+    assert found, "no schedule showed the fault"
+    assert expected == "error" or expected in found
