@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.kernels import combine, dequant, gemm, read_bytes, route
+from runtime.kernels import combine, dequant, gemm, read_bytes, roles_plan, route
 from runtime.kernels.compile import Source
 from runtime.kernels.fused_config import FusedConfig
 from runtime.kernels.fused_plan import plan
@@ -106,4 +106,17 @@ CATALOG: tuple[Entry, ...] = (
     ),
     *_fused(_ODD[1], WeightForm("int4", 32), 16),
     *_fused(_ODD[2], WeightForm("int4", 64), 8),
+    *(
+        Entry(roles_plan.plan(SlotLayout(shape, form), tokens, H200[0]).source, 104, max_spill_bytes=spill)
+        for shape, form, tokens, spill in (
+            (_QWEN, _INT4, 8, 0),
+            (_QWEN, _INT4, 16, 0),
+            (_QWEN, _INT8, 8, 0),
+            (_DEEPSEEK, _INT4, 8, 32),  # of a row's sums, once in a block
+            (_PHI, _INT4, 8, 0),
+            (_MIXTRAL, WeightForm("int4", 32), 16, 0),
+            (_GPT_OSS, _INT4, 8, 0),
+            (_ODD[0], WeightForm("int4", 64), 16, 0),
+        )
+    ),
 )

@@ -88,9 +88,11 @@ class FusedExperts:
     def _variant(self, tokens: int) -> _Variant:
         most = COLUMNS if tokens <= COLUMNS else MAX_TOKENS
         if most not in self._variants:
-            chosen = plan(self.layout, most, self.config, self._gpu.smem_per_block_bytes)
-            self._variants[most] = _Variant(chosen, self.layout.shape.moe_intermediate_size)
+            self._variants[most] = _Variant(self._plan(most), self.layout.shape.moe_intermediate_size)
         return self._variants[most]
+
+    def _plan(self, max_tokens: int) -> FusedPlan:
+        return plan(self.layout, max_tokens, self.config, self._gpu.smem_per_block_bytes)
 
     def _check(
         self,
@@ -146,7 +148,8 @@ class _Variant:
 
     def __init__(self, chosen: FusedPlan, inner: int) -> None:
         self.plan = chosen
-        self._kernel = Kernel(load(chosen.source), "moe_small", chosen.threads, chosen.smem_bytes)
+        name = chosen.source.name.removesuffix(".cu")
+        self._kernel = Kernel(load(chosen.source), name, chosen.threads, chosen.smem_bytes)
         device = torch.device("cuda", self._kernel.gpu.index)
         self._state = torch.zeros(2, dtype=torch.int32, device=device)
         self._h = torch.full((2, chosen.max_pairs, inner), -1, dtype=torch.int16, device=device)  # 0xffff: not written
