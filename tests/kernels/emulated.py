@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,13 +112,17 @@ def build(
     key = hashlib.sha256(repr((texts, sorted(defines.items()), arch)).encode()).hexdigest()[:16]
     target = folder / f"{key}.so"
     if not target.exists():
-        work = folder / key
-        shutil.copytree(EMULATOR, work)
-        (work / source).write_text(kernel, encoding="utf-8")
-        shutil.copy(kernel_folder() / "layout.cuh", work)
-        command = [cxx(), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-D__CUDA_ARCH__={arch}"]
-        command += [f'-DKERNEL_FILE="{source}"', f"-DKERNEL_NAME={source.removesuffix('.cu')}"]
-        command += [f"-D{name}={value}" for name, value in defines.items()]
-        done = subprocess.run([*command, "-o", str(target), "experts.cpp"], cwd=work, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            work = Path(name)
+            shutil.copytree(EMULATOR, work, dirs_exist_ok=True)
+            (work / source).write_text(kernel, encoding="utf-8")
+            shutil.copy(kernel_folder() / "layout.cuh", work)
+            command = [cxx(), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-D__CUDA_ARCH__={arch}"]
+            command += [f'-DKERNEL_FILE="{source}"', f"-DKERNEL_NAME={source.removesuffix('.cu')}"]
+            command += [f"-D{macro}={value}" for macro, value in defines.items()]
+            done = subprocess.run(
+                [*command, "-o", "experts.so", "experts.cpp"], cwd=work, capture_output=True, text=True
+            )
+            assert done.returncode == 0, done.stderr
+            os.replace(work / "experts.so", target)
     return Emulated(ctypes.CDLL(str(target)), layout, int(defines["MAX_PAIRS"]))

@@ -1,4 +1,4 @@
-"""The kernel for few tokens without a GPU: right under any schedule, any residency and any timing of its copies."""
+"""The kernels for few tokens without a GPU: right under any schedule, any residency and any timing of their copies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.kernels import fused
+from runtime.kernels import fused, roles_plan
 from runtime.kernels.layout import Biases, SlotLayout
 from runtime.kernels.reference import compute_torch, quantize, slot_experts
 from runtime.kernels.shape import Activation, ExpertShape, WeightForm
@@ -17,6 +17,7 @@ from tests.kernels import emulated
 from tests.kernels.host import cxx
 
 ANY_SMEM_BYTES = 1 << 24  # the emulated machine has as much shared memory as is asked for
+FEW_ROLES_BYTES = 128 << 10  # room for few compute warps, so that the emulation has less to do
 
 
 class Layer:
@@ -30,14 +31,16 @@ class Layer:
         max_tokens: int = 8,
         arch: int = 900,
         edit: tuple[str, str] | None = None,
-        **config: int,
+        roles: bool = False,
     ) -> None:
         self.shape, self.layout = shape, SlotLayout(shape, form)
-        chosen = fused.plan(
-            self.layout, max_tokens, fused.FusedConfig(**{"block_dim": 128, "stages": 3} | config), ANY_SMEM_BYTES
-        )
+        if roles:
+            chosen = roles_plan.plan(self.layout, max_tokens, FEW_ROLES_BYTES)
+        else:
+            config = fused.FusedConfig(block_dim=128, stages=3)
+            chosen = fused.plan(self.layout, max_tokens, config, ANY_SMEM_BYTES)
         self.defines, self.teams = dict(chosen.source.defines), chosen.teams
-        self.kernel = emulated.build(self.layout, self.defines, folder, arch, edit=edit)
+        self.kernel = emulated.build(self.layout, self.defines, folder, arch, chosen.source.name, edit)
         assert self.kernel.library.shared_bytes() == chosen.smem_bytes
         random = torch.Generator().manual_seed(7)
         experts, inner, hidden = shape.num_experts, shape.moe_intermediate_size, shape.hidden_size
@@ -75,29 +78,35 @@ class Layer:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cxx()
-    return tmp_path_factory.mktemp("emulated")
+    own = tmp_path_factory.getbasetemp()  # parallel workers have one each, beside each other
+    shared = (own.parent if own.name.startswith("popen-") else own) / "emulated"
+    shared.mkdir(exist_ok=True)
+    return shared
 
 
 SHAPE = ExpertShape(6, 3, 288, 192)
-CASES = {
-    "int4": (SHAPE, WeightForm("int4", 128), 8, 900),
-    "int4-g32": (ExpertShape(5, 2, 64, 40), WeightForm("int4", 32), 8, 900),
-    "int4-sm80": (SHAPE, WeightForm("int4", 64), 8, 800),
-    "int8-16": (SHAPE, WeightForm("int8", -1), 16, 900),
-    "bf16-bias": (ExpertShape(4, 2, 264, 136, Activation.clamped, True), WeightForm("bf16"), 8, 900),
-    "one-expert": (ExpertShape(1, 1, 128, 64, Activation.gelu_tanh), WeightForm("int4", 128), 8, 900),
+CASES: dict[str, tuple[ExpertShape, WeightForm, int, int, bool]] = {
+    "int4": (SHAPE, WeightForm("int4", 128), 8, 900, False),
+    "int4-g32": (ExpertShape(5, 2, 64, 40), WeightForm("int4", 32), 8, 900, False),
+    "int4-sm80": (SHAPE, WeightForm("int4", 64), 8, 800, False),
+    "int8-16": (SHAPE, WeightForm("int8", -1), 16, 900, False),
+    "bf16-bias": (ExpertShape(4, 2, 264, 136, Activation.clamped, True), WeightForm("bf16"), 8, 900, False),
+    "one-expert": (ExpertShape(1, 1, 128, 64, Activation.gelu_tanh), WeightForm("int4", 128), 8, 900, False),
+    "roles": (SHAPE, WeightForm("int4", 128), 8, 900, True),
+    "roles-16": (ExpertShape(4, 2, 96, 1672, Activation.clamped, True), WeightForm("int4", 32), 16, 900, True),
+    "roles-wide": (ExpertShape(4, 2, 2304, 24, Activation.gelu), WeightForm("int8", -1), 8, 900, True),
 }
 
 
 @pytest.fixture(params=CASES, scope="module")
 def layer(request: pytest.FixtureRequest, folder: Path) -> Layer:
-    shape, form, max_tokens, arch = CASES[request.param]
-    return Layer(folder, shape, form, max_tokens, arch)
+    shape, form, max_tokens, arch, roles = CASES[request.param]
+    return Layer(folder, shape, form, max_tokens, arch, roles=roles)
 
 
 def test_computes_the_layer_with_one_block_resident(layer: Layer) -> None:
     """What would hang if a block waited for one that has not started."""
-    tokens = int(layer.defines["MAX_TOKENS"]) - 1
+    tokens = min(9, int(layer.defines["MAX_TOKENS"]) - 1)
     batch = layer.batch(tokens)
     y = layer.run(*batch, grid=3, resident=1)
     assert layer.error(y[0], *(t[0] for t in batch)) < 3e-3
@@ -148,8 +157,9 @@ def test_calls_follow_each_other_in_the_same_scratch(layer: Layer) -> None:
     assert int(state[0, 0]) == 0  # four calls: the parity is back, and nothing is left claimed
 
 
-def test_two_calls_side_by_side_end(folder: Path) -> None:
-    layer = Layer(folder, SHAPE, WeightForm("int4", 128))
+@pytest.mark.parametrize("roles", [False, True])
+def test_two_calls_side_by_side_end(folder: Path, roles: bool) -> None:
+    layer = Layer(folder, SHAPE, WeightForm("int4", 128), roles=roles)
     first, second = layer.batch(2, seed=1), layer.batch(2, seed=2)
     both = tuple(torch.cat(pair).contiguous() for pair in zip(first, second, strict=True))
     y = layer.run(*both, grid=2, resident=1)
@@ -158,35 +168,48 @@ def test_two_calls_side_by_side_end(folder: Path) -> None:
 
 
 FAULTS = {
-    "no wait for the weights": ("    barrier_wait(barriers + use * 8, use_phase);", "", "error"),
-    "no wait for h": ("column.await(b[u], u);", "", "error"),
-    "h is not refilled": ("other[i] = make_uint4(~0u, ~0u, ~0u, ~0u)", "(void)other", "error"),
-    "the last claim is not seen": ("*state = ~c & 0x80000000u;", ";", "error"),
+    "no wait for the weights": (False, "    barrier_wait(barriers + use * 8, use_phase);", "", "error"),
+    "no wait for h": (False, "column.await(b[u], u);", "", "error"),
+    "h is not refilled": (False, "other[i] = make_uint4(~0u, ~0u, ~0u, ~0u)", "(void)other", "error"),
+    "the last claim is not seen": (False, "*state = ~c & 0x80000000u;", ";", "error"),
     "the first tile by the block's number": (
+        False,
         "if (tid == THREADS - 32) block_claim() = claim;",
         "if (tid == THREADS - 32) block_claim() = blockIdx.x * args.first_claim;",
         "no thread gets on",
     ),
-    "no barrier of the team": ("  barrier_of<TEAM * 32>(me.team + 1);\n", "", "error"),
+    "no barrier of the team": (False, "  barrier_of<TEAM * 32>(me.team + 1);\n", "", "error"),
+    "no wait for h, roles": (True, "await_h(hb, hat, hk);", "", "error"),
+    "a team without entries is not told": (
+        True,
+        "if (i >= me.num_active) stage",
+        "if (false) stage",
+        "no thread gets on",
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_emulation_finds(fault: str, folder: Path) -> None:
     """Each fault shows under one of a few schedules, as a wrong result or as a kernel that does not end."""
-    old, new, expected = FAULTS[fault]
-    layer = Layer(folder, SHAPE, WeightForm("int4", 128), edit=(old, new))
+    roles, old, new, expected = FAULTS[fault]
+    layer = Layer(folder, SHAPE, WeightForm("int4", 128), edit=(old, new), roles=roles)
     state = torch.zeros(1, 2, dtype=torch.int32)
     h = torch.full((1, 2, layer.kernel.max_pairs, SHAPE.moe_intermediate_size), -1, dtype=torch.int16)
     found = ""
-    for seed in range(4):
+    for seed in range(6):
         batch = layer.batch(3, seed=seed)
+        slot_of = (
+            torch.where(layer.slot_of > 0, -1, layer.slot_of) if "no thread" in expected and roles else layer.slot_of
+        )
         try:
-            y = layer.run(*batch, grid=3, resident=2, seed=seed, copies=emulated.LATE, state=state, h=h)
+            y = layer.run(
+                *batch, grid=3, resident=2, seed=seed, copies=emulated.LATE, state=state, h=h, slot_of=slot_of
+            )
         except AssertionError as error:
             found = str(error)
             break
-        if not layer.error(y[0], *(t[0] for t in batch)) < 3e-3:
+        if slot_of is layer.slot_of and not layer.error(y[0], *(t[0] for t in batch)) < 3e-3:
             found = "error"
             break
     assert found, "no schedule showed the fault"

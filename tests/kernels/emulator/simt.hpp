@@ -6,6 +6,7 @@
 // resident does not end. Nothing happens for long: a deadlock, reported with what every kind of thread waits for.
 // Memory is sequentially consistent here: missing fences are not found, missing waits are.
 #pragma once
+#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 #include <cmath>
@@ -41,7 +42,9 @@ struct Async { u32 dst; std::vector<u8> data; };
 struct Block;
 struct Warp { int op = 0; u32 arrived = 0; u64 round = 0; u32 in[32][12], out[32][8]; };
 struct Lane {
-  ucontext_t context;
+  ucontext_t context;   // only to start on a stack of its own
+  jmp_buf place;        // where it goes on; unlike swapcontext, _longjmp calls no system
+  bool started = false;
   u32 thread = 0;
   Block* block = nullptr;
   Warp* warp = nullptr;
@@ -69,7 +72,7 @@ struct Machine {
   std::mt19937 random{1};
   std::function<void()> kernel;
   Lane* now = nullptr;
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   u64 events = 0;                    // things that others may have waited for
   std::string fault;
 };
@@ -77,13 +80,23 @@ inline Machine* machine = nullptr;   // the one whose fiber runs
 inline Lane& lane() { return *machine->now; }
 inline u32 lane_id() { return lane().thread % 32; }
 
+inline void leave() {                // to the scheduler, until it comes back
+  if (!_setjmp(lane().place)) _longjmp(machine->scheduler, 1);
+}
+inline void go_on(Machine& m, Lane& l) {
+  m.now = &l;
+  if (_setjmp(m.scheduler)) return;
+  if (l.started) _longjmp(l.place, 1);
+  l.started = true;
+  setcontext(&l.context);
+}
 [[noreturn]] inline void fail(const std::string& what) {
   if (machine->fault.empty()) machine->fault = what + " (block " + std::to_string(lane().block->index) + ", thread " + std::to_string(lane().thread) + ")";
-  while (true) swapcontext(&lane().context, &machine->scheduler);
+  while (true) leave();
 }
 inline void yield(const char* what) {
   lane().waits = what;
-  swapcontext(&lane().context, &machine->scheduler);
+  leave();
 }
 template <class P> inline void wait_until(const char* what, P ready) { while (!ready()) yield(what); }
 inline void event() { machine->events++; }
@@ -145,7 +158,7 @@ inline void enter() {
   m->kernel();
   self->done = true, self->block->live--;
   event();
-  while (true) swapcontext(&self->context, &m->scheduler);
+  while (true) leave();
 }
 
 inline std::unique_ptr<Block> make_block(Machine& m, u32 index) {
@@ -213,8 +226,7 @@ inline std::string run(std::vector<Machine*> machines, std::vector<u32> resident
     for (u32 i = 0; i < 32; i++) {
       Lane& l = *b.lanes[w * 32 + i];
       if (l.done) continue;
-      m.now = &l;
-      swapcontext(&m.scheduler, &l.context);
+      go_on(m, l);
       if (!m.fault.empty()) return m.fault;
     }
   }
