@@ -391,8 +391,8 @@ __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 sh
     args.state[0] = ~(parity << 31) & 0x80000000u;
   }
 #pragma unroll
-  for (int i = 0; i < TEAMS; i++)                  // a team without entries of its own: only that the tiles are over
-    if (i >= me.num_active) stage(i, at[i], nullptr, 0, -1, 0);
+  for (int i = 0; i < TEAMS; i++)                  // a team without rows or entries of its own: only that the tiles are over
+    if (blockIdx.x >= TILES2 || i >= me.num_active) stage(i, at[i], nullptr, 0, -1, 0);
 #pragma unroll 1
   for (int rt = blockIdx.x; rt < TILES2; rt += gridDim.x)
 #pragma unroll 1

@@ -94,6 +94,7 @@ CASES: dict[str, tuple[ExpertShape, WeightForm, int, int, bool]] = {
     "one-expert": (ExpertShape(1, 1, 128, 64, Activation.gelu_tanh), WeightForm("int4", 128), 8, 900, False),
     "roles": (SHAPE, WeightForm("int4", 128), 8, 900, True),
     "roles-16": (ExpertShape(4, 2, 96, 1672, Activation.clamped, True), WeightForm("int4", 32), 16, 900, True),
+    "roles-narrow": (ExpertShape(5, 2, 8, 136), WeightForm("int4", 64), 8, 900, True),  # blocks without rows
     "roles-wide": (ExpertShape(4, 2, 2304, 24, Activation.gelu), WeightForm("int8", -1), 8, 900, True),
 }
 
@@ -182,7 +183,7 @@ FAULTS = {
     "no wait for h, roles": (True, "await_h(hb, hat, hk);", "", "error"),
     "a team without entries is not told": (
         True,
-        "if (i >= me.num_active) stage",
+        "if (blockIdx.x >= TILES2 || i >= me.num_active) stage",
         "if (false) stage",
         "no thread gets on",
     ),
