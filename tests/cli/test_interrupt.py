@@ -16,7 +16,7 @@ from tests.decode.packs import decode
 from tests.decode.scripted import save_scripted
 
 MOMENTS = 15
-PATIENCE_S = 3.0
+PATIENCE_S = 20.0  # a run that goes on takes minutes, and one that ends a second, or ten on a busy machine
 
 # One process makes a short run, so that everything is imported, and then forks a whole run for each moment. Only the
 # first goes through the end of the interpreter, which takes a second.
