@@ -189,6 +189,10 @@ def kernels(
         session.measure(bar.advance, seed_table)
     _finish(output, session.result())
     print(session.text())
+    if tune is not None:
+        session.tune(tune)
+        _finish(output, session.result())
+        print(f"\nBest from how many tokens on is in {tune}")
 
 
 def _open(pack: Path | None, artifacts: Path) -> tuple[Any, Any, frozenset[int]]:
@@ -224,14 +228,13 @@ def _numbers(text: str) -> list[int]:
 
 def _require_file(output: Path | None) -> None:
     """Fail before long work where its figures could not be written."""
-    from runtime.artifacts.folder import write_guard
+    from runtime.artifacts.folder import require_writable
     from runtime.errors import InputError
 
     if output is not None:
         if output.is_dir():
             raise InputError(expected="a file for --json", found=f"the folder {output}", mend="name a file in it")
-        with write_guard("the figures", output.parent):
-            output.parent.mkdir(parents=True, exist_ok=True)
+        require_writable("the figures", output)
 
 
 def _finish(output: Path | None, result: dict[str, Any]) -> None:

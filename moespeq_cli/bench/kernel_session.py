@@ -1,4 +1,4 @@
-"""One run of `bench kernels` on the GPU: what is asked for is checked first, and nothing is written before the end."""
+"""One run of `bench kernels` on the GPU: what is asked for is checked first, and a profile is written last."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from moespeq_cli.bench.kernel_library import Grouped, Loop
 from moespeq_cli.bench.kernel_ours import SEED_LAYOUT, Fused, Gemm, Roles
 from moespeq_cli.bench.kernel_time import Machine, measure_machine
 from moespeq_cli.bench.kernels import Plan, Result
-from moespeq_cli.bench.tune import SAME, write_profile
-from runtime.artifacts.folder import write_guard
-from runtime.config import FusedKernel, load_profile
+from moespeq_cli.bench.tune import SAME, check_profile, write_profile
+from runtime.artifacts.folder import require_writable, write_guard
+from runtime.config import FusedKernel
 from runtime.errors import InputError
 from runtime.kernels.device import current_gpu
 from runtime.kernels.fused import FusedConfig
 from runtime.kernels.shape import BITS, WeightForm
+from runtime.kernels.tuning import BACKENDS, INVARIANT_TOKENS
 
 Advance = Callable[[], None]
 TUNED_TOKENS = (1, 6)  # where the shape of the fused kernel is chosen
@@ -79,11 +80,10 @@ class KernelSession:
     Args:
         plan: layers, forms and numbers of tokens.
         chosen: ways to compute.
-        profile: where a measured table goes, if anywhere.
     """
 
-    def __init__(self, plan: Plan, chosen: Sequence[Candidate], profile: Path | None) -> None:
-        self._plan, self._candidates, self._profile = plan, chosen, profile
+    def __init__(self, plan: Plan, chosen: Sequence[Candidate]) -> None:
+        self._plan, self._candidates = plan, chosen
         self._machine: Machine | None = None
         self._results: list[Result] = []
         self._seed_results: list[Result] = []
@@ -96,7 +96,9 @@ class KernelSession:
 
         Raises:
             KernelError: no GPU that will do, or no CuPy.
-            InputError: an unknown candidate, no tokens, or a file at `profile` that is no profile.
+            InputError: an unknown candidate, no tokens, a file at `profile` to which nothing can be added, or a profile
+                wanted without a candidate for few tokens.
+            StorageError: no file can be written at `profile`.
         """
         if not plan.tokens or min(plan.tokens) < 1:
             raise InputError(
@@ -104,12 +106,15 @@ class KernelSession:
             )
         chosen = choose_candidates(names)
         if profile is not None and profile.exists():
-            load_profile(str(profile))
+            check_profile(profile)
         current_gpu()
+        if profile is not None:
+            _require_tunable(plan, chosen)
+            require_writable("the profile", profile)
         from runtime.kernels.read_bytes import ReadBytes
 
         ReadBytes()
-        return cls(plan, chosen, profile)
+        return cls(plan, chosen)
 
     def announcement(self) -> str:
         """What will be done."""
@@ -120,7 +125,7 @@ class KernelSession:
         )
 
     def measure(self, advance: Advance, seed_table: bool) -> None:
-        """Do it; a profile is written at the end.
+        """Check and time everything; `tune` comes after it.
 
         Raises:
             KernelError: a kernel gave a wrong answer.
@@ -133,9 +138,33 @@ class KernelSession:
             self._seed_results = kernels.measure_seed_table(
                 self._candidates, self._machine, advance, seed=self._plan.seed
             )
-        if self._profile is not None:
-            self._write_profile(self._profile, self._machine)
         self._seconds = time.monotonic() - begun
+
+    def tune(self, profile: Path) -> None:
+        """Choose the fused kernel's shape, and write it with the table of the fastest backends to a profile.
+
+        What `measure` found stays whole, whatever fails here.
+
+        Raises:
+            KernelError: the fastest shape gave a wrong answer.
+            StorageError: the profile cannot be written any more.
+        """
+        assert self._machine is not None
+        begun = time.monotonic()
+        table = kernels.tune(self._results, self._candidates)
+        shape, shapes = self._best_shape(self._machine)
+        facts, gpu = environment(), gpu_environment()
+        notes = [
+            f"{gpu['gpu']}, driver {gpu['driver']}, {facts['date']}",
+            f"torch {facts['packages']['torch']}, CUDA {gpu['cuda']}, CuPy {gpu['cupy']}, "
+            f"moespeq {facts['packages']['moespeq']}",
+            facts["command"],
+        ]
+        with write_guard("the profile", profile.parent):
+            profile.parent.mkdir(parents=True, exist_ok=True)
+            write_profile(profile, table, shape, notes)
+        self._tuned = {"kernel_dispatch": table.to_list(), "fused_kernel": dataclasses.asdict(shape), "shapes": shapes}
+        self._seconds += time.monotonic() - begun
 
     def result(self) -> Result:
         """Everything, for JSON; `environment` with the GPU's facts."""
@@ -167,24 +196,7 @@ class KernelSession:
             parts.append(
                 f"Loop against ours, 60 experts, top-4, 2048 x inter\n\n{kernels.seed_table(self._seed_results)}"
             )
-        if self._tuned is not None:
-            parts.append(f"Best from how many tokens on is in {self._profile}")
         return "\n\n".join(parts)
-
-    def _write_profile(self, profile: Path, machine: Machine) -> None:
-        table = kernels.tune(self._results, self._candidates)
-        shape, shapes = self._best_shape(machine)
-        facts, gpu = environment(), gpu_environment()
-        notes = [
-            f"{gpu['gpu']}, driver {gpu['driver']}, {facts['date']}",
-            f"torch {facts['packages']['torch']}, CUDA {gpu['cuda']}, CuPy {gpu['cupy']}, "
-            f"moespeq {facts['packages']['moespeq']}",
-            facts["command"],
-        ]
-        with write_guard("the profile", profile.parent):
-            profile.parent.mkdir(parents=True, exist_ok=True)
-            write_profile(profile, table, shape, notes)
-        self._tuned = {"kernel_dispatch": table.to_list(), "fused_kernel": dataclasses.asdict(shape), "shapes": shapes}
 
     def _best_shape(self, machine: Machine) -> tuple[FusedKernel, list[Result]]:
         """The fused kernel's shape that is fastest over all cases, and every shape's times.
@@ -206,3 +218,21 @@ class KernelSession:
             for name, config in shapes.items()
         ]
         return FusedKernel(**dataclasses.asdict(shapes[best])), measured
+
+
+def _require_tunable(plan: Plan, chosen: Sequence[Candidate]) -> None:
+    """Refuse a table of backends that would lack one for few tokens, which `tune.choose_ranges` finds out too late.
+
+    Raises:
+        InputError: naming the first layer for which no candidate will do.
+    """
+    few = max((tokens for tokens in plan.tokens if tokens <= INVARIANT_TOKENS), default=min(plan.tokens))
+    able = [candidate for candidate in chosen if candidate.row_invariant and candidate.name in BACKENDS]
+    for geometry, form in plan.cases:
+        if not any(candidate.max_tokens(geometry.shape, form) >= few for candidate in able):
+            raise InputError(
+                expected=f"a candidate for --tune that computes {few} tokens of {geometry.name} in {form.kind} row by "
+                "row alike",
+                found=", ".join(candidate.name for candidate in chosen),
+                mend="add --candidate fused",
+            )

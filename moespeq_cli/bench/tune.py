@@ -76,6 +76,18 @@ def _crossing(times: Times, low: int, high: int, old: str, new: str) -> int:
     return max(low, crossing - crossing % INVARIANT_TOKENS)
 
 
+def check_profile(path: Path) -> None:
+    """Refuse a file to which `write_profile` could not add.
+
+    Raises:
+        InputError: it is no profile, or one whose settings stand on one line in braces.
+    """
+    if not path.is_file():
+        raise InputError(expected="a file for --tune", found=f"{path}, which is none", mend="name a file")
+    load_profile(str(path))
+    _without(path.read_text(encoding="utf-8"), OURS, path)
+
+
 def write_profile(path: Path, table: DispatchTable, fused: FusedKernel, notes: Sequence[str]) -> None:
     """Put what was measured into a profile, new or there already; its other settings and comments stay as they are.
 

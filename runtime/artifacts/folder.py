@@ -179,6 +179,26 @@ def check_free_space(folder: Path, needed_bytes: int, what: str) -> None:
         )
 
 
+def require_writable(what: str, path: Path) -> None:
+    """Fail before long work where its file could not be written by rename; the folder is made, the file is not.
+
+    Raises:
+        StorageError: the folder cannot be made, or takes no files.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        with write_guard(what, path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.open("a").close()
+            part.unlink()
+    except FileNotFoundError as error:  # as /proc answers
+        raise StorageError(
+            expected=f"to write {what} in {path.parent}",
+            found=f"a folder that cannot be made ({error.strerror})",
+            mend="choose another place",
+        ) from error
+
+
 @contextlib.contextmanager
 def write_guard(what: str, folder: Path) -> Iterator[None]:
     """Turn the operating system's refusals to write into a `StorageError`."""

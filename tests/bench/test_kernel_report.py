@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import re
 from collections.abc import Sequence
@@ -11,14 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from moespeq_cli.bench import kernels
+from moespeq_cli.bench import kernel_session, kernels
+from moespeq_cli.bench.command import kernels as measure_kernels
 from moespeq_cli.bench.geometry import Geometry, parse_geometry
 from moespeq_cli.bench.kernel_candidate import Candidate
 from moespeq_cli.bench.kernel_ours import interleave
-from moespeq_cli.bench.kernel_session import DEFAULT, candidates, choose_candidates, parse_forms
+from moespeq_cli.bench.kernel_session import DEFAULT, KernelSession, candidates, choose_candidates, parse_forms
 from moespeq_cli.bench.kernel_time import Bank, Machine, Times, layers_needed, make_work, weight_bytes
 from moespeq_cli.bench.kernels import Plan, best_shape, case_table, case_title, measure, seed_table, tune
-from runtime.errors import InputError, KernelError, ShapeError
+from runtime.config import FusedKernel
+from runtime.errors import InputError, KernelError, ShapeError, StorageError
+from runtime.kernels import read_bytes
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.shape import ExpertShape, WeightForm
 from runtime.kernels.tuning import BACKENDS, TokenRange
@@ -208,16 +213,86 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(
         (("--group-size", "48"), "group_size"),
         (("--tune", "pyproject.toml"), "pyproject.toml"),
         (("--json", "."), "a file for --json"),
+        (("--json", "/proc/none/x.json"), "to write the figures in /proc/none"),
+        (("--json", "/dev/null/x.json"), "to write the figures in /dev/null"),
+        (("--tune", "."), "a file for --tune"),
+        (("--tune", "flow.yaml"), "one setting a line in flow.yaml"),
     ],
 )
 def test_wrong_options_are_refused_before_any_work(
     moespeq: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], words: str
 ) -> None:
     (tmp_path / "pyproject.toml").write_text("[project]\n")
+    (tmp_path / "flow.yaml").write_text("{fused_kernel: {team: 8}}\n")
     monkeypatch.chdir(tmp_path)
     done = moespeq("bench", "kernels", *options)
     assert (done.status, done.stdout) == (1, "") and words in done.stderr, done
     assert re.search(r"^hint: .+", done.stderr, re.MULTILINE)
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> type[KernelSession]:
+    """Sessions on a machine whose GPU is pretended; its times are those of `fake`."""
+    monkeypatch.setattr(kernel_session, "current_gpu", lambda: None)
+    monkeypatch.setattr(read_bytes, "ReadBytes", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(kernel_session, "measure_machine", lambda: MACHINE)
+    facts = dict.fromkeys(("gpu", "num_sms", "driver", "cuda", "cupy"), "pretended")
+    monkeypatch.setattr(kernel_session, "gpu_environment", lambda: facts)
+    monkeypatch.setattr(kernels, "measure", lambda *_: [run()[0] | {"geometry": "6:2:64x40"}])
+    monkeypatch.setattr(KernelSession, "_best_shape", lambda *_: (FusedKernel(), []))
+    return KernelSession
+
+
+def small_plan(form: str = "int4") -> Plan:
+    return Plan([SMALL], parse_forms([form], 32), (1, 16, 64))
+
+
+@pytest.mark.parametrize("place", ["/proc/none/mine.yaml", "/dev/null/mine.yaml"])
+def test_profile_that_cannot_be_written_is_refused_before_any_work(session: type[KernelSession], place: str) -> None:
+    with pytest.raises(StorageError, match=f"to write the profile in {Path(place).parent}"):
+        session.open(small_plan(), None, Path(place))
+
+
+def test_asking_for_a_profile_leaves_no_file(session: type[KernelSession], tmp_path: Path) -> None:
+    session.open(small_plan(), None, tmp_path / "new" / "mine.yaml")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "new"]
+
+
+@pytest.mark.parametrize(
+    ("names", "form"), [(["loop"], "int4"), (["interleaved", "grouped"], "int4"), (["roles", "loop"], "bf16")]
+)
+def test_profile_needs_a_candidate_for_few_tokens(
+    session: type[KernelSession], tmp_path: Path, names: list[str], form: str
+) -> None:
+    with pytest.raises(InputError, match=f"a candidate for --tune that computes 16 tokens of small in {form}"):
+        session.open(small_plan(form), names, tmp_path / "mine.yaml")
+    assert not list(tmp_path.iterdir())
+    session.open(small_plan(form), [*names, "fused"], tmp_path / "mine.yaml")
+    session.open(small_plan(form), names, None)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_figures_are_kept_where_the_profile_fails(
+    session: type[KernelSession],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_full: bool,
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if is_full:
+        monkeypatch.setattr(kernel_session, "write_profile", full)
+    figures, profile = tmp_path / "x.json", tmp_path / "mine.yaml"
+    monkeypatch.setattr(KernelSession, "announcement", lambda _: "")
+    monkeypatch.setattr(kernel_session, "choose_candidates", lambda _: [Simulated(Fault(), most=128)])
+    with pytest.raises(StorageError, match="a full disk") if is_full else contextlib.nullcontext():
+        measure_kernels(["6:2:64x40"], ["int4"], "1,16,64", 32, None, True, False, profile, figures)
+    printed, kept = capsys.readouterr().out, json.loads(figures.read_text())
+    assert "| tokens | experts hit |" in printed and [row["tokens"] for row in kept["cases"][0]["rows"]][:2] == [1, 16]
+    assert (kept["tuned"] is None) == is_full == (not profile.exists()) == ("is in" not in printed)
 
 
 def test_plan_has_every_geometry_in_every_form() -> None:
