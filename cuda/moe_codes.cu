@@ -1,8 +1,8 @@
 // moe_codes.cu - the routed experts of a layer for a few tokens in INT4 or INT8 codes, one launch, warps with roles.
 // Computes   y[t] = sum over j < TOP_K of weight[t,j] * p[t,j],  p[t,j] = down_e(h[t,j]) (+ bias),  e = index[t,j]
 //            h[t,j] = bf16(act(gate_e(x[t]), up_e(x[t])))
-// Inputs     x       bf16  [num_tokens, HIDDEN]          num_tokens <= MAX_TOKENS
-//            index   int32 [num_tokens, TOP_K]           distinct experts within a token
+// Inputs     x       bf16  [num_tokens, HIDDEN]          num_tokens <= MAX_TOKENS, num_tokens * TOP_K <= MAX_PAIRS
+//            index   int32 [num_tokens, TOP_K]           below NUM_EXPERTS, distinct within a token
 //            weight  fp32  [num_tokens, TOP_K]
 //            slot_of int32 [NUM_EXPERTS]                 place of an expert in the pool, -1: not here, its pairs are skipped
 //            pool    bytes [num_slots, slot_bytes]       units (layout.cuh)
@@ -10,9 +10,10 @@
 //            h       bf16  [2, MAX_PAIRS, INTER]         every byte 0xff before the first call ever
 // Output     y       bf16  [num_tokens, HIDDEN], every element written
 //            pairs   fp32  [num_tokens, TOP_K, HIDDEN] or null, with `resume` as in moe_small.cu
-// Launch     any grid (one block an SM), block (COMPUTE + 1 + FINISHERS) * 32; first_claim tiles are a block's first claim
+// Launch     any grid (one block an SM), block (COMPUTE + 1 + FINISHERS) * 32; first_claim >= 1 tiles are a block's first claim
 // Needs      HIDDEN % 8 == 0, INTER % 8 == 0, sm_90; below it the kernel traps
-// Numerics   as moe_small.cu, in another order of sums
+// Moves      distinct experts * slot bytes, as moe_small.cu
+// Numerics   as moe_small.cu, in another order of sums, which depends on HIDDEN, INTER, TEAM and nothing else
 // Reference  runtime/kernels/reference.py
 //
 // Where moe_small.cu lets every warp do everything, here warps have roles, so that those which compute run little else.
@@ -341,11 +342,9 @@ __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 sh
   Ring at[TEAMS];
 #pragma unroll
   for (int t = 0; t < TEAMS; t++) at[t].slot = 0, at[t].parity = 0;
-  u32 filled = 0;                                  // bit t * STAGES + slot: was filled before
   auto stage = [&](int t, Ring& ring, const u8* src, int units, int entry, int tile) {   // units 0: only the note
     const int slot = t * STAGES + ring.slot;
-    if (filled >> slot & 1) barrier_wait(empty + slot * 8, ring.parity ^ 1);
-    filled |= 1u << slot;
+    barrier_wait(empty + slot * 8, ring.parity ^ 1);   // a new barrier lets the first round pass
     if (elect_lane()) {
       ((int2*)(smem + OFF_NOTE))[slot] = make_int2(entry, tile);
       if (units) {

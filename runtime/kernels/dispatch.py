@@ -15,6 +15,7 @@ from runtime.kernels.grouped import MAX_GROUPS, GroupedExperts
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.roles import RolesExperts
 from runtime.kernels.roles_plan import CAPABILITY as ROLES_CAPABILITY
+from runtime.kernels.roles_plan import fits as roles_fits
 from runtime.kernels.tuning import INVARIANT_TOKENS, DispatchTable
 
 FUSED, ROLES, GEMM, GROUPED = "fused", "roles", "gemm", "grouped"
@@ -78,9 +79,10 @@ class ExpertKernels:
         capability 9.0 and `grouped` on others. Up to 16 tokens it is one backend for all numbers, in which a row has
         the same bits in any batch.
 
-        A measured one is passed over where it cannot run (`gemm` and `roles` on other GPUs, `roles` for BF16, more
-        experts or slots than `grouped` takes, pools interleaved for `fused`), where it is `loop`, which waits for the
-        host and cannot compute a layer in several calls, and up to 16 tokens where its rows depend on the batch.
+        A measured one is passed over where it cannot run (`gemm` and `roles` on other GPUs, `roles` for BF16 or where
+        shared memory is short, more experts or slots than `grouped` takes, pools interleaved for `fused`), where it is
+        `loop`, which waits for the host and cannot compute a layer in several calls, and up to 16 tokens where its rows
+        depend on the batch.
         """
         few = num_tokens <= INVARIANT_TOKENS
         names = [FUSED] if few else [GEMM, GROUPED, FUSED]
@@ -132,7 +134,8 @@ class ExpertKernels:
         coded = self.layout.form.is_coded
         contiguous = not coded or self._config.experts_per_block <= 1
         if name == ROLES:
-            return contiguous and coded and self._gpu.capability >= ROLES_CAPABILITY
+            able = contiguous and coded and self._gpu.capability >= ROLES_CAPABILITY
+            return able and roles_fits(self.layout, self._gpu.smem_per_block_bytes)
         if name == GEMM:
             return contiguous and self._gpu.capability == CAPABILITY
         if name == GROUPED:

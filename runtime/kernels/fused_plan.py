@@ -35,6 +35,7 @@ class FusedPlan:
         max_pairs: max_tokens * top_k, the rows of either buffer of h.
         threads: of a block.
         teams: groups of warps of a block that take tiles of gate and up rows together.
+        most_first_claim: tiles that a block may take at once when it starts.
         tiles_per_token: such tiles of all experts of one token.
         smem_bytes: dynamic shared memory of a block.
     """
@@ -44,12 +45,13 @@ class FusedPlan:
     max_pairs: int
     threads: int
     teams: int
+    most_first_claim: int
     tiles_per_token: int
     smem_bytes: int
 
     def first_claim(self, num_tokens: int, num_blocks: int) -> int:
-        """Tiles that each block takes at once when it starts: one a team, or a fair share where there are fewer."""
-        return min(self.teams, -(-num_tokens * self.tiles_per_token // num_blocks))
+        """Tiles that each block takes at once when it starts: as many as it may, or a fair share of fewer."""
+        return min(self.most_first_claim, -(-num_tokens * self.tiles_per_token // num_blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, smem_limit_by
         tokens,
         tokens * shape.top_k,
         split.warps * 32,
+        split.teams,
         split.teams,
         shape.top_k * shape.moe_intermediate_size // 8,
         smem_bytes,

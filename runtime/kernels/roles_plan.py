@@ -55,7 +55,7 @@ def plan(layout: SlotLayout, max_tokens: int, smem_limit_bytes: int) -> FusedPla
     shape, form = layout.shape, layout.form
     if not form.is_coded:
         raise ShapeError(
-            expected="int4 or int8 experts for the kernel with roles", found=form.kind, mend="leave roles out"
+            expected="int4 or int8 experts for the kernel with roles", found=form.kind, mend="use the backend fused"
         )
     units = -(-shape.hidden_size // _UNIT_COLUMNS)
     team = 8 if units <= _STAGE_UNITS else 16
@@ -74,8 +74,17 @@ def plan(layout: SlotLayout, max_tokens: int, smem_limit_bytes: int) -> FusedPla
     raise ShapeError(
         expected=f"at most {smem_limit_bytes} bytes of shared memory for a block of the kernel with roles",
         found=f"{_smem_bytes(layout, _Roles(team, team), 1, _FEWEST_STAGES)} for one token",
-        mend="leave roles out",
+        mend="use the backend fused: take roles out of the profile's kernel_dispatch",
     )
+
+
+def fits(layout: SlotLayout, smem_limit_bytes: int) -> bool:
+    """Whether a block of this kernel can compute such a layer with so much shared memory."""
+    try:
+        plan(layout, 1, smem_limit_bytes)
+    except ShapeError:
+        return False
+    return True
 
 
 def _made(layout: SlotLayout, roles: _Roles, tokens: int, stages: int) -> FusedPlan:
@@ -105,6 +114,7 @@ def _made(layout: SlotLayout, roles: _Roles, tokens: int, stages: int) -> FusedP
         tokens,
         tokens * shape.top_k,
         roles.threads,
+        roles.teams,
         _FIRST_CLAIM,
         shape.top_k * shape.moe_intermediate_size // 8,
         smem_bytes,

@@ -3,8 +3,10 @@
 // Every CUDA thread is a fiber. One runs until it waits for others (a warp's shuffle, a barrier, a copy, a poll), then the
 // scheduler picks a warp at random. Copies land as late as the kernel's waits allow, at once, or at random times, and what they
 // will overwrite is destroyed first. Only `resident` blocks run at a time, so that a kernel which needs all of its grid to be
-// resident does not end. Nothing happens for long: a deadlock, reported with what every kind of thread waits for.
-// Memory is sequentially consistent here: missing fences are not found, missing waits are.
+// resident does not end. Some warps are slow for a while, so that others overtake them. Nothing happens for long: a deadlock,
+// reported with what every kind of thread waits for.
+// Memory is sequentially consistent here, and the lanes of a warp run one after the other until they wait: missing fences and
+// missing __syncwarp are not found, missing waits and barriers are.
 #pragma once
 #include <setjmp.h>
 #include <sys/mman.h>
@@ -58,6 +60,7 @@ struct Block {
   std::vector<u8> shared;
   std::vector<std::unique_ptr<Lane>> lanes;
   std::vector<Warp> warps;
+  std::vector<u8> slow;     // warps that run a hundred times less often
   std::map<u32, Barrier> barriers;
   std::map<int, Gate> gates;
   std::vector<Bulk> bulks;
@@ -166,7 +169,7 @@ inline std::unique_ptr<Block> make_block(Machine& m, u32 index) {
   block->index = index, block->live = m.threads;
   block->shared.resize(m.shared_bytes);
   for (auto& byte : block->shared) byte = (u8)m.random();         // nothing may rely on zeros
-  block->warps.resize(m.threads / 32);
+  block->warps.resize(m.threads / 32), block->slow.resize(m.threads / 32);
   const size_t stack = 64 << 10;
   block->stack_bytes = stack * m.threads;
   block->stacks = (char*)mmap(nullptr, block->stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -186,7 +189,7 @@ inline std::string run(std::vector<Machine*> machines, std::vector<u32> resident
   std::mt19937 random(seed);
   struct State { std::vector<std::unique_ptr<Block>> blocks; u32 started = 0; };
   std::vector<State> states(machines.size());
-  u64 seen = 0;
+  u64 seen = 0, steps = 0;
   u32 idle = 0;
   while (true) {
     bool left = false;
@@ -208,7 +211,7 @@ inline std::string run(std::vector<Machine*> machines, std::vector<u32> resident
     if (!left) return "";
     idle = events == seen ? idle + 1 : 0;
     seen = events;
-    if (idle > 200 * live_warps) {
+    if (idle > 4000 * live_warps) {
       std::map<std::string, int> waits;
       for (auto& s : states) for (auto& b : s.blocks) for (auto& l : b->lanes) if (!l->done) waits[l->waits]++;
       std::string what = "no thread gets on:";
@@ -221,7 +224,15 @@ inline std::string run(std::vector<Machine*> machines, std::vector<u32> resident
     if (s.blocks.empty()) continue;
     Block& b = *s.blocks[random() % s.blocks.size()];
     if (!b.bulks.empty() && (m.copies == RANDOM ? random() % 8 == 0 : idle > 4 * live_warps)) land(b, random() % b.bulks.size());
-    const u32 w = random() % b.warps.size();
+    if (steps++ % 4000 == 0)
+      for (auto& state : states)
+        for (auto& block : state.blocks) {
+          const u32 slow_of_8 = random() % 4;         // none, few, half or most of the warps
+          for (auto& slow : block->slow) slow = random() % 8 < std::vector<u32>{0, 1, 4, 7}[slow_of_8];
+        }
+    u32 w;
+    do w = random() % b.warps.size();
+    while (b.slow[w] && random() % 128);
     machine = &m;
     for (u32 i = 0; i < 32; i++) {
       Lane& l = *b.lanes[w * 32 + i];
