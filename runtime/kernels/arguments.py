@@ -29,6 +29,21 @@ class _Form:
     blocks: tuple[int, ...]
 
 
+def require_aligned(**tensors: torch.Tensor | None) -> None:
+    """Refuse tensors that kernels cannot read or write in vectors.
+
+    Raises:
+        ShapeError: naming the first one that does not begin at a multiple of 16 bytes.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.data_ptr() % 16:
+            raise ShapeError(
+                expected=f"{name} at a multiple of 16 bytes",
+                found=f"address {tensor.data_ptr():#x}",
+                mend="pass a tensor of its own, or a view that begins at a whole row",
+            )
+
+
 class Arguments:
     """Packs arguments into memory that is allocated once; not for two threads at once.
 

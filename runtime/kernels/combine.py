@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import ShapeError
-from runtime.kernels.arguments import Argument
+from runtime.kernels.arguments import Argument, require_aligned
 from runtime.kernels.compile import Source, load
 from runtime.kernels.device import current_gpu
 from runtime.kernels.launch import Kernel
@@ -55,7 +55,11 @@ def gather_rows(x: Tensor, route: Route, out: Tensor, num_tokens: Tensor | None 
     """out[i] = x[token of sorted pair i] for the sorted pairs; BF16 [M, H] to [capacity, H], other rows left alone.
 
     `num_tokens` as for `Route.build`.
+
+    Raises:
+        ShapeError: x or out not at a multiple of 16 bytes.
     """
+    require_aligned(x=x, out=out)
     tokens, hidden_size = x.shape
     kernel = _kernel(current_gpu().index, "gather_rows", Activation.silu)
     args = (x, route.position, num_tokens, route.top_k, hidden_size, out)
@@ -94,10 +98,11 @@ def combine_rows(
         resume: pairs without a key count with what `pairs` holds.
 
     Raises:
-        ShapeError: resume without pairs.
+        ShapeError: resume without pairs, or p, out or pairs not at a multiple of 16 bytes.
     """
     if resume and pairs is None:
         raise ShapeError(expected="pairs to resume from", found="none", mend="pass the pairs of the earlier call")
+    require_aligned(p=p, out=out, pairs=pairs)
     tokens, hidden_size = out.shape
     kernel = _kernel(current_gpu().index, f"combine_{_SUFFIX[p.dtype]}", Activation.silu)
     kept = (pairs, int(resume), out)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import ShapeError
+from runtime.kernels.arguments import require_aligned
 from runtime.kernels.compile import load
 from runtime.kernels.device import current_gpu
 from runtime.kernels.fused_config import FusedConfig
@@ -57,10 +58,11 @@ class FusedExperts:
         Args:
             pool: uint8 [S, slot_bytes], at a multiple of 16 bytes.
             slot_of: int32 [E], -1 where an expert is not here: its pairs are left out.
-            x, out: bfloat16 [M, H], not the same memory; x at a multiple of 16 bytes.
+            x, out: bfloat16 [M, H], not the same memory; at multiples of 16 bytes.
             top_k_index: int32 [M, k], distinct in a row.
             top_k_weights: float32 [M, k].
-            pairs: float32 [M, k, H]: what each pair contributed is kept here, for a layer computed in several calls.
+            pairs: float32 [M, k, H], at a multiple of 16 bytes: what each pair contributed is kept here, for a layer
+                computed in several calls.
             resume: pairs that are not here count with what `pairs` holds.
 
         Raises:
@@ -114,8 +116,7 @@ class FusedExperts:
         _require("out", out, torch.bfloat16, rows)
         if pairs is not None:
             _require("pairs", pairs, torch.float32, (*choice, shape.hidden_size))
-        _require_aligned("pool", pool)
-        _require_aligned("x", x)
+        require_aligned(pool=pool, x=x, out=out, pairs=pairs)
         if slots % self._group:
             raise ShapeError(
                 expected=f"a pool of whole groups of {self._group} interleaved slots",
@@ -131,15 +132,6 @@ def _require(name: str, tensor: Tensor, dtype: torch.dtype, sizes: tuple[int, ..
             expected=f"{name} as contiguous {str(dtype).removeprefix('torch.')} {list(sizes)}",
             found=found if tensor.is_contiguous() else f"{found} with strides {list(tensor.stride())}",
             mend="pass tensors made for this layer",
-        )
-
-
-def _require_aligned(name: str, tensor: Tensor) -> None:
-    if tensor.data_ptr() % 16:
-        raise ShapeError(
-            expected=f"{name} at a multiple of 16 bytes",
-            found=f"address {tensor.data_ptr():#x}",
-            mend="pass a tensor of its own, or a view that begins at a whole row",
         )
 
 

@@ -143,6 +143,8 @@ WRONG: list[tuple[str, Callable[[Tensor], Tensor], str]] = [
     ("weights", lambda t: t.bfloat16(), "top_k_weights as contiguous float32"),
     ("out", lambda t: t.half(), "out as contiguous bfloat16"),
     ("out", lambda t: t[:, :32], "out as"),
+    ("out", lambda t: torch.cat((t.view(-1)[:4], t.view(-1)))[4:].view(3, 64), "out at a multiple of 16 bytes"),
+    ("pairs", lambda t: torch.cat((t.view(-1)[:2], t.view(-1)))[2:].view(3, 2, 64), "pairs at a multiple of 16 bytes"),
     ("pairs", lambda t: t[:, :1], r"pairs as contiguous float32 \[3, 2, 64\]"),
 ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -228,3 +230,21 @@ def test_refuses_to_resume_from_nothing() -> None:
     route, rows = Route(4, 2, 3, "cpu"), torch.zeros(6, 64)
     with pytest.raises(ShapeError, match="pairs"):
         combine_rows(rows, route, torch.ones(3, 2), None, torch.zeros(3, 64).bfloat16(), resume=True)
+
+
+@pytest.mark.parametrize("name", ["x", "xs", "p", "y", "pairs"])
+def test_refuses_rows_that_vectors_do_not_fit(name: str) -> None:
+    """8 bytes past a multiple of 16, where a vector would fault on the GPU."""
+
+    def rows(own: str, dtype: torch.dtype, *sizes: int) -> torch.Tensor:
+        extra = 8 // dtype.itemsize if own == name else 0
+        return torch.zeros(math.prod(sizes) + extra, dtype=dtype)[extra:].view(sizes)
+
+    route, half = Route(4, 2, 3, "cpu"), torch.bfloat16
+    x, xs = rows("x", half, 3, 64), rows("xs", half, 6, 64)
+    p, y, pairs = rows("p", half, 6, 64), rows("y", half, 3, 64), rows("pairs", torch.float32, 3, 2, 64)
+    with pytest.raises(ShapeError, match=f"{'out' if name in ('xs', 'y') else name} at a multiple of 16 bytes"):
+        if name in ("x", "xs"):
+            gather_rows(x, route, xs)
+        else:
+            combine_rows(p, route, torch.ones(3, 2), None, y, pairs=pairs)
