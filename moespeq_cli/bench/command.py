@@ -42,7 +42,7 @@ def decode(
     opened, tokenizer, stop_ids = _open(pack, artifacts)
     asked = bench_prompts(tokenizer, prompts)
     sizes = [part.strip() for part in caches.split(",") if part.strip()]
-    tails, lengths = _numbers(windows), _numbers(verifies)
+    tails, lengths = _numbers("--windows", windows), _numbers("--verify-windows", verifies)
     base = _settings(threads)
     total = len(sizes) * len(sweep.MODES) + len(tails) * len(lengths)
     console.note(f"{total} settings, {len(asked)} prompts, {max_new_tokens} tokens each, {repeats} repeats")
@@ -180,7 +180,8 @@ def kernels(
     from moespeq_cli.bench.geometry import SEED_TABLE, parse_geometries
     from moespeq_cli.bench.kernel_session import KernelSession, parse_forms
 
-    plan = measure.Plan(parse_geometries(geometry), parse_forms(form, group_size), sorted(set(_numbers(tokens))), check)
+    sizes = sorted(set(_numbers("--tokens", tokens)))
+    plan = measure.Plan(parse_geometries(geometry), parse_forms(form, group_size), sizes, check)
     _require_file(output)
     session = KernelSession.open(plan, candidate, tune)
     cases = len(plan.cases) + (len(SEED_TABLE) if seed_table else 0)
@@ -217,13 +218,16 @@ def _settings(threads: int, verify_window: int | None = None) -> Any:
     return make_settings(None, {"threads": threads, "context": 512} | fixed)
 
 
-def _numbers(text: str) -> list[int]:
+def _numbers(option: str, text: str) -> list[int]:
+    """The numbers of an option; none where it is empty."""
     from runtime.errors import InputError
 
     try:
-        return [int(part) for part in text.split(",") if part.strip()]
+        return [int(part) for part in text.split(",")] if text.strip() else []
     except ValueError:
-        raise InputError(expected="whole numbers, comma-separated", found=text, mend="correct the option") from None
+        raise InputError(
+            expected=f"{option} as whole numbers, comma-separated", found=repr(text), mend="write 1,2,4"
+        ) from None
 
 
 def _require_file(output: Path | None) -> None:
