@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moespeq_cli.bench.kernel_bound import Rounding
+from runtime.kernels.dispatch import Backend
 from runtime.kernels.shape import ExpertShape, WeightForm
 
 MANY_TOKENS = 65536  # of one call, for backends without a limit that matters here
@@ -74,24 +75,6 @@ class Candidate(Protocol):
         """Compile, allocate."""
 
 
-class Experts(Protocol):
-    """What the backends of the runtime have in common."""
-
-    def run(
-        self,
-        pool: Tensor,
-        slot_of: Tensor,
-        x: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        out: Tensor,
-        *,
-        pairs: Tensor | None = None,
-        resume: bool = False,
-    ) -> None:
-        """Compute a layer into `out`, or a part of it whose contributions `pairs` keeps."""
-
-
 class PreparedExperts:
     """`Prepared` for a backend of the runtime.
 
@@ -99,7 +82,7 @@ class PreparedExperts:
         experts: gives the backend's object for a pool.
     """
 
-    def __init__(self, experts: Callable[[Tensor], Experts]) -> None:
+    def __init__(self, experts: Callable[[Tensor], Backend]) -> None:
         self._experts = experts
 
     def pool(self, pool: Tensor) -> Tensor:

@@ -69,6 +69,7 @@ class ExpertKernels:
         self.layout, self.num_slots, self.max_tokens = layout, num_slots, max_tokens
         self._gpu = current_gpu()
         self._config = config or FusedConfig()
+        self._able = [name for name in (FUSED, ROLES, GEMM, GROUPED) if self._can(name)]
         self._entry = None if table is None else table.find(layout.shape, layout.form)
         self._made: dict[str, Backend] = {}
 
@@ -88,7 +89,7 @@ class ExpertKernels:
         names = [FUSED] if few else [GEMM, GROUPED, FUSED]
         if self._entry is not None:
             names.insert(0, self._entry.backend(num_tokens))
-        return next(name for name in names if self._can(name) and (name in ROW_INVARIANT or not few))
+        return next(name for name in names if name in self._able and (name in ROW_INVARIANT or not few))
 
     def run(
         self,
