@@ -19,7 +19,6 @@ from runtime.memory.predict import make_predictor
 
 MAX_WINDOW = 512
 CHECKS = ("auto", "all", "first-use")
-FusedKernel = FusedConfig  # the name of the setting is fused_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class RunSettings:
     context: int = 4096
     check: str = "auto"
     direct_io: bool = True
-    fused_kernel: FusedKernel = field(default_factory=FusedKernel)
+    fused_kernel: FusedConfig = field(default_factory=FusedConfig)
     kernel_dispatch: DispatchTable = field(default_factory=DispatchTable)
 
     def __post_init__(self) -> None:
@@ -142,10 +141,10 @@ def _typed(cls: type, body: dict[str, Any], where: str) -> dict[str, Any]:
                 expected=f"settings of {', '.join(fields)} in {where}", found=repr(name), mend="remove or correct it"
             )
         kinds = str(fields[name].type).replace(" ", "").split("|")
-        if kinds == ["FusedKernel"]:
+        if kinds == ["FusedConfig"]:
             if not isinstance(value, dict):
                 raise InputError(expected=f"{name} to hold settings in {where}", found=repr(value), mend="correct it")
-            done[name] = FusedKernel(**_typed(FusedKernel, value, f"{name} of {where}"))
+            done[name] = FusedConfig(**_typed(FusedConfig, value, f"{name} of {where}"))
             continue
         if kinds == ["DispatchTable"]:
             done[name] = DispatchTable.from_list(value, where)

@@ -18,7 +18,6 @@ from moespeq_cli.bench.kernel_time import Machine, measure_machine
 from moespeq_cli.bench.kernels import Plan, Result
 from moespeq_cli.bench.tune import SAME, check_profile, write_profile
 from runtime.artifacts.folder import require_writable, write_guard
-from runtime.config import FusedKernel
 from runtime.errors import InputError
 from runtime.kernels.device import current_gpu
 from runtime.kernels.fused import FusedConfig
@@ -198,7 +197,7 @@ class KernelSession:
             )
         return "\n\n".join(parts)
 
-    def _best_shape(self, machine: Machine) -> tuple[FusedKernel, list[Result]]:
+    def _best_shape(self, machine: Machine) -> tuple[FusedConfig, list[Result]]:
         """The fused kernel's shape that is fastest over all cases, and every shape's times.
 
         The default stays unless another shape is clearly faster.
@@ -217,7 +216,7 @@ class KernelSession:
             {"fused_kernel": dataclasses.asdict(config), "median_us": [kernels.medians(row).get(name) for row in rows]}
             for name, config in shapes.items()
         ]
-        return FusedKernel(**dataclasses.asdict(shapes[best])), measured
+        return shapes[best], measured
 
 
 def _require_tunable(plan: Plan, chosen: Sequence[Candidate]) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import yaml
 
-from runtime.config import FusedKernel, load_profile
+from runtime.config import load_profile
 from runtime.errors import InputError
+from runtime.kernels.fused_config import FusedConfig
 from runtime.kernels.tuning import INVARIANT_TOKENS, DispatchTable, TokenRange
 
 SAME = 1.01  # times closer than this are equal: the backend of fewer tokens goes on
@@ -88,7 +89,7 @@ def check_profile(path: Path) -> None:
     _without(path.read_text(encoding="utf-8"), OURS, path)
 
 
-def write_profile(path: Path, table: DispatchTable, fused: FusedKernel, notes: Sequence[str]) -> None:
+def write_profile(path: Path, table: DispatchTable, fused: FusedConfig, notes: Sequence[str]) -> None:
     """Put what was measured into a profile, new or there already; its other settings and comments stay as they are.
 
     Args:

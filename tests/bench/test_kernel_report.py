@@ -21,9 +21,9 @@ from moespeq_cli.bench.kernel_ours import interleave
 from moespeq_cli.bench.kernel_session import DEFAULT, KernelSession, candidates, choose_candidates, parse_forms
 from moespeq_cli.bench.kernel_time import Bank, Machine, Times, layers_needed, make_work, weight_bytes
 from moespeq_cli.bench.kernels import Plan, best_shape, case_table, case_title, measure, seed_table, tune
-from runtime.config import FusedKernel
 from runtime.errors import InputError, KernelError, ShapeError, StorageError
 from runtime.kernels import read_bytes
+from runtime.kernels.fused_config import FusedConfig
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.shape import ExpertShape, WeightForm
 from runtime.kernels.tuning import BACKENDS, TokenRange
@@ -241,7 +241,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> type[KernelSession]:
     facts = dict.fromkeys(("gpu", "num_sms", "driver", "cuda", "cupy"), "pretended")
     monkeypatch.setattr(kernel_session, "gpu_environment", lambda: facts)
     monkeypatch.setattr(kernels, "measure", lambda *_: [run()[0] | {"geometry": "6:2:64x40"}])
-    monkeypatch.setattr(KernelSession, "_best_shape", lambda *_: (FusedKernel(), []))
+    monkeypatch.setattr(KernelSession, "_best_shape", lambda *_: (FusedConfig(), []))
     return KernelSession
 
 

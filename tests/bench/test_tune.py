@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moespeq_cli.bench.tune import SAME, choose_ranges, write_profile
-from runtime.config import FusedKernel, make_settings
+from runtime.config import make_settings
 from runtime.errors import InputError
+from runtime.kernels.fused_config import FusedConfig
 from runtime.kernels.shape import ExpertShape, WeightForm
 from runtime.kernels.tuning import INVARIANT_TOKENS, DispatchEntry, DispatchTable, TokenRange
 
@@ -77,7 +78,7 @@ def test_what_is_chosen_is_never_clearly_slower_at_a_measured_size(rows: list[tu
 
 def test_profile_round_trip_and_merge(tmp_path: Path) -> None:
     path = tmp_path / "machine.yaml"
-    shape = FusedKernel(block_dim=512, stages=6)
+    shape = FusedConfig(block_dim=512, stages=6)
     write_profile(path, table(), shape, ["NVIDIA H200, 2026-11-29", "torch 2.11"])
     assert "#   NVIDIA H200, 2026-11-29\n" in path.read_text()
     settings = make_settings(str(path), {})
@@ -100,7 +101,7 @@ def test_other_settings_and_comments_survive(tmp_path: Path) -> None:
         "# My machine.\nprefetch_window: 5  # tried 3 to 9\n\nfused_kernel:   # old\n  block_dim: 256\n"
         "  # inside\n  stages: 3\n# about the cache\nexpert_cache_size: 12GB\nkernel_dispatch: []\ngovernor: fixed\n"
     )
-    write_profile(path, table(), FusedKernel(), ["now"])
+    write_profile(path, table(), FusedConfig(), ["now"])
     text = path.read_text()
     for line in (
         "# My machine.\n",
@@ -112,7 +113,7 @@ def test_other_settings_and_comments_survive(tmp_path: Path) -> None:
     assert yaml.safe_load(text)["governor"] == "fixed"
     settings = make_settings(str(path), {})
     assert (settings.prefetch_window, settings.expert_cache_size) == (5, "12GB")
-    assert settings.fused_kernel == FusedKernel() and settings.kernel_dispatch == table()
+    assert settings.fused_kernel == FusedConfig() and settings.kernel_dispatch == table()
 
 
 @pytest.mark.parametrize("text", ["{prefetch_window: 5}", "nonsense: 1\n", "- 1\n", "a: ["])
@@ -120,5 +121,5 @@ def test_what_is_no_profile_is_left_as_it_is(tmp_path: Path, text: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(InputError):
-        write_profile(path, table(), FusedKernel(), [])
+        write_profile(path, table(), FusedConfig(), [])
     assert path.read_text() == text and list(tmp_path.iterdir()) == [path]

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from runtime.config import FusedKernel, RunSettings, load_profile, make_settings
+from runtime.config import RunSettings, load_profile, make_settings
 from runtime.errors import InputError
+from runtime.kernels.fused_config import FusedConfig
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def test_profiles_that_come_along_are_found_by_name() -> None:
     assert make_settings("example", {}) == make_settings("example.yaml", {}) == make_settings("profiles/example", {})
     example = make_settings("example", {})
     assert (example.prefetch_window, example.max_parallel_transfers) == (5, 4)
-    assert example.expert_cache_size == "12GB" and example.fused_kernel == FusedKernel(256, 8)
+    assert example.expert_cache_size == "12GB" and example.fused_kernel == FusedConfig(256, 8)
     assert make_settings("cpu", {}).prefetch == "draft"
 
 
