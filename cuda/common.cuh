@@ -22,6 +22,7 @@ __device__ __forceinline__ float4 lds_f128(u32 a) {
   uint4 v = lds128(a);
   return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
 }
+__device__ __forceinline__ void sts32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
 __device__ __forceinline__ void sts_f32(u32 a, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory"); }
 __device__ __forceinline__ void sts_f128(u32 a, float x, float y, float z, float w) {
   asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(a), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
@@ -29,15 +30,10 @@ __device__ __forceinline__ void sts_f128(u32 a, float x, float y, float z, float
 __device__ __forceinline__ void sts128(u32 a, u32 x, u32 y, u32 z, u32 w) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
-// Words that warps exchange without a barrier
-__device__ __forceinline__ u64 lds_volatile64(u32 a) {
-  u64 v;
-  asm volatile("ld.volatile.shared.u64 %0, [%1];" : "=l"(v) : "r"(a) : "memory");
-  return v;
-}
-__device__ __forceinline__ void sts_volatile64(u32 a, u64 v) { asm volatile("st.volatile.shared.u64 [%0], %1;" ::"r"(a), "l"(v) : "memory"); }
 // A barrier of some warps of the block
 template <int THREADS_> __device__ __forceinline__ void barrier_of(int id) { asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS_) : "memory"); }
+// The same for warps that need not wait
+template <int THREADS_> __device__ __forceinline__ void barrier_pass(int id) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS_) : "memory"); }
 // The block's dynamic shared memory
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
 
@@ -72,6 +68,9 @@ __device__ __forceinline__ u32 atomic_add(u32* p, u32 n) {
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(v) : "l"(p), "r"(n) : "memory");
   return v;
 }
+// The same by one lane, at p[zero]. Were the address known to be the same in all lanes, the assembler would gather the lanes of the
+// warp and wait for the result at once; `zero` is a 0 that it cannot see to be one.
+__device__ __forceinline__ u32 atomic_add_later(u32* p, u32 n, int zero) { return atomic_add(p + zero, n); }
 
 // ---- arithmetic ----
 // c += a (16 x 16, row) * b (16 x 8, column), BF16 in, FP32 sums
@@ -115,20 +114,23 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// The same by one, at p[zero]. Were the address known to be the same in all lanes, the assembler would gather the lanes of the
-// warp and wait for the result at once; `zero` is a 0 that it cannot see to be one.
-__device__ __forceinline__ u32 atomic_next(u32* p, int zero) { return atomic_add(p + zero, 1u); }
-
-// ---- bulk copies (sm_90): one thread starts them, an mbarrier in shared memory counts their bytes ----
-#if __CUDA_ARCH__ >= 900
+// ---- mbarriers: a phase ends with its last arrival and, on sm_90, the last byte that it expects ----
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory"); }
-__device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+__device__ __forceinline__ void barrier_arrive(u32 barrier) { asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory"); }
+// Waits for the end of the phase of this parity
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; @done bra READY; bra AGAIN; READY: }" ::"r"(barrier), "r"(parity) : "memory");
+#else
+  asm volatile("{ .reg .pred done; AGAIN: mbarrier.test_wait.parity.shared.b64 done, [%0], %1; @done bra READY; bra AGAIN; READY: }" ::"r"(barrier), "r"(parity) : "memory");
+#endif
 }
-__device__ __forceinline__ void barrier_arrive(u32 barrier, u32 count) { asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory"); }
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
-  asm volatile("{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; @done bra READY; bra AGAIN; READY: }" ::"r"(barrier), "r"(phase) : "memory");
+
+// ---- bulk copies (sm_90): one thread starts them, an mbarrier counts their bytes ----
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void barrier_expect_more(u32 barrier, u32 bytes) {   // in this phase, which an arrival still keeps open
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ bool elect_lane() {   // true in one lane; all lanes of the warp must ask
   u32 one;

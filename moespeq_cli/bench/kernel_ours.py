@@ -8,13 +8,9 @@ from torch import Tensor
 from moespeq_cli.bench.kernel_bound import Rounding
 from moespeq_cli.bench.kernel_candidate import MANY_TOKENS, Prepared, PreparedExperts
 from runtime.errors import ShapeError
-from runtime.kernels.device import current_gpu
 from runtime.kernels.fused import FusedConfig, FusedExperts
 from runtime.kernels.gemm import CAPABILITY, GemmExperts
 from runtime.kernels.layout import Part, SlotLayout
-from runtime.kernels.roles import RolesExperts
-from runtime.kernels.roles_plan import CAPABILITY as ROLES_CAPABILITY
-from runtime.kernels.roles_plan import fits
 from runtime.kernels.shape import ExpertShape, WeightForm
 
 FUSED_TOKENS = 128  # more is possible, a launch for each 16, and never fast
@@ -61,23 +57,6 @@ class _PreparedFused(PreparedExperts):
         if pool.data_ptr() not in self._pools:
             self._pools[pool.data_ptr()] = pool, interleave(self._layout, pool, self._group)
         return self._pools[pool.data_ptr()][1]
-
-
-class Roles:
-    """The kernel for few tokens whose warps have roles."""
-
-    name, row_invariant = "roles", True
-
-    def rounding(self, form: WeightForm) -> Rounding:
-        return Rounding()
-
-    def max_tokens(self, shape: ExpertShape, form: WeightForm) -> int:
-        able = form.is_coded and torch.cuda.get_device_capability() >= ROLES_CAPABILITY
-        return FUSED_TOKENS if able and fits(SlotLayout(shape, form), current_gpu().smem_per_block_bytes) else 0
-
-    def prepare(self, shape: ExpertShape, form: WeightForm, max_tokens: int) -> Prepared:
-        experts = RolesExperts(SlotLayout(shape, form))
-        return PreparedExperts(lambda pool: experts)
 
 
 class Gemm:

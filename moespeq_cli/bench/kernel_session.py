@@ -13,7 +13,7 @@ from moespeq_cli.bench.environment import environment, gpu_environment
 from moespeq_cli.bench.kernel_candidate import Candidate
 from moespeq_cli.bench.kernel_check import Checker
 from moespeq_cli.bench.kernel_library import Grouped, Loop
-from moespeq_cli.bench.kernel_ours import SEED_LAYOUT, Fused, Gemm, Roles
+from moespeq_cli.bench.kernel_ours import SEED_LAYOUT, Fused, Gemm
 from moespeq_cli.bench.kernel_time import Machine, measure_machine
 from moespeq_cli.bench.kernels import Plan, Result
 from moespeq_cli.bench.tune import SAME, check_profile, write_profile
@@ -37,7 +37,7 @@ SHAPES = (
 
 def candidates() -> list[Candidate]:
     """Every way to compute that the benchmark knows."""
-    return [Fused(), Roles(), Gemm(), Grouped(), Loop(), Fused(SEED_LAYOUT, "interleaved")]
+    return [Fused(), Gemm(), Grouped(), Loop(), Fused(SEED_LAYOUT, "interleaved")]
 
 
 DEFAULT = ("fused", "gemm", "grouped", "loop")  # the rest are variants

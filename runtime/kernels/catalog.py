@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.kernels import combine, dequant, gemm, read_bytes, roles_plan, route
+from runtime.kernels import combine, dequant, gemm, read_bytes, route
 from runtime.kernels.compile import Source
+from runtime.kernels.device import Gpu
+from runtime.kernels.fused import plan
 from runtime.kernels.fused_config import FusedConfig
-from runtime.kernels.fused_plan import plan
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.shape import Activation, ExpertShape, WeightForm
 
@@ -32,8 +33,10 @@ class Entry:
     max_spill_bytes: int = 0
 
 
-# Shared memory of a block on the GPUs whose plans are compiled, and the newest architecture here that they run.
-H200, A100, CONSUMER = (232448, "sm_90"), (166912, "sm_80"), (101376, "sm_80")
+# GPUs whose plans are compiled: they differ in what they can do and in the shared memory of a block.
+H200 = Gpu(0, "an H200", (9, 0), 132, 232448)
+A100 = Gpu(0, "an A100", (8, 0), 108, 166912)
+CONSUMER = Gpu(0, "a GPU with 99 KiB", (8, 9), 128, 101376)
 
 _QWEN = ExpertShape(60, 4, 2048, 1408)
 _DEEPSEEK = ExpertShape(64, 6, 2048, 1408)
@@ -54,14 +57,14 @@ def _fused(
     shape: ExpertShape,
     form: WeightForm,
     tokens: int,
-    gpus: tuple[tuple[int, str], ...] = (H200, A100),
+    gpus: tuple[Gpu, ...] = (H200, A100),
     config: FusedConfig | None = None,
 ) -> tuple[Entry, ...]:
     """The fused kernel as each of some GPUs would run it; 128 registers are all that 512 threads can have."""
     layout = SlotLayout(shape, form)
     return tuple(
-        Entry(plan(layout, tokens, config or FusedConfig(), smem_bytes).source, 128, (arch,))
-        for smem_bytes, arch in gpus
+        Entry(plan(layout, tokens, config or FusedConfig(), gpu).source, 128, ("sm_90" if gpu is H200 else "sm_80",))
+        for gpu in gpus
     )
 
 
@@ -106,17 +109,7 @@ CATALOG: tuple[Entry, ...] = (
     ),
     *_fused(_ODD[1], WeightForm("int4", 32), 16),
     *_fused(_ODD[2], WeightForm("int4", 64), 8),
-    *(
-        Entry(roles_plan.plan(SlotLayout(shape, form), tokens, H200[0]).source, 104, max_spill_bytes=spill)
-        for shape, form, tokens, spill in (
-            (_QWEN, _INT4, 8, 0),
-            (_QWEN, _INT4, 16, 0),
-            (_QWEN, _INT8, 8, 0),
-            (_DEEPSEEK, _INT4, 8, 32),  # of a row's sums, once in a block
-            (_PHI, _INT4, 8, 0),
-            (_MIXTRAL, WeightForm("int4", 32), 16, 0),
-            (_GPT_OSS, _INT4, 8, 0),
-            (_ODD[0], WeightForm("int4", 64), 16, 0),
-        )
-    ),
+    *_fused(_MIXTRAL, WeightForm("int4", 32), 16, (H200,)),
+    *_fused(_ODD[0], WeightForm("int4", 64), 16, (H200,)),
+    Entry(plan(SlotLayout(_QWEN, _INT4), 8, FusedConfig(), H200).source, 128, ("sm_80",)),  # which traps
 )

@@ -13,13 +13,10 @@ from runtime.kernels.fused import FusedConfig, FusedExperts
 from runtime.kernels.gemm import CAPABILITY, GemmExperts
 from runtime.kernels.grouped import MAX_GROUPS, GroupedExperts
 from runtime.kernels.layout import SlotLayout
-from runtime.kernels.roles import RolesExperts
-from runtime.kernels.roles_plan import CAPABILITY as ROLES_CAPABILITY
-from runtime.kernels.roles_plan import fits as roles_fits
 from runtime.kernels.tuning import INVARIANT_TOKENS, DispatchTable
 
-FUSED, ROLES, GEMM, GROUPED = "fused", "roles", "gemm", "grouped"
-ROW_INVARIANT = (FUSED, ROLES, GEMM)
+FUSED, GEMM, GROUPED = "fused", "gemm", "grouped"
+ROW_INVARIANT = (FUSED, GEMM)
 
 
 class Backend(Protocol):
@@ -69,21 +66,20 @@ class ExpertKernels:
         self.layout, self.num_slots, self.max_tokens = layout, num_slots, max_tokens
         self._gpu = current_gpu()
         self._config = config or FusedConfig()
-        self._able = [name for name in (FUSED, ROLES, GEMM, GROUPED) if self._can(name)]
+        self._able = [name for name in (FUSED, GEMM, GROUPED) if self._can(name)]
         self._entry = None if table is None else table.find(layout.shape, layout.form)
         self._made: dict[str, Backend] = {}
 
     def backend(self, num_tokens: int) -> str:
-        """What computes this many tokens: `fused`, `roles`, `gemm` or `grouped`.
+        """What computes this many tokens: `fused`, `gemm` or `grouped`.
 
         The measured one, where the table has this layer. Else `fused` up to 16 tokens, and above them `gemm` on compute
         capability 9.0 and `grouped` on others. Up to 16 tokens it is one backend for all numbers, in which a row has
         the same bits in any batch.
 
-        A measured one is passed over where it cannot run (`gemm` and `roles` on other GPUs, `roles` for BF16 or where
-        shared memory is short, more experts or slots than `grouped` takes, pools interleaved for `fused`), where it is
-        `loop`, which waits for the host and cannot compute a layer in several calls, and up to 16 tokens where its rows
-        depend on the batch.
+        A measured one is passed over where it cannot run (`gemm` on other GPUs, more experts or slots than `grouped`
+        takes, pools interleaved for `fused`), where it is `loop`, which waits for the host and cannot compute a layer
+        in several calls, and up to 16 tokens where its rows depend on the batch.
         """
         few = num_tokens <= INVARIANT_TOKENS
         names = [FUSED] if few else [GEMM, GROUPED, FUSED]
@@ -134,9 +130,6 @@ class ExpertKernels:
         """Whether a backend computes such a layer on this GPU."""
         coded = self.layout.form.is_coded
         contiguous = not coded or self._config.experts_per_block <= 1
-        if name == ROLES:
-            able = contiguous and coded and self._gpu.capability >= ROLES_CAPABILITY
-            return able and roles_fits(self.layout, self._gpu.smem_per_block_bytes)
         if name == GEMM:
             return contiguous and self._gpu.capability == CAPABILITY
         if name == GROUPED:
@@ -152,8 +145,6 @@ class ExpertKernels:
         device = torch.device("cuda", self._gpu.index)
         if name == FUSED:
             return FusedExperts(self.layout, self._config)
-        if name == ROLES:
-            return RolesExperts(self.layout)
         if name == GEMM:
             return GemmExperts(self.layout, self.max_tokens, device)
         return GroupedExperts(self.layout, self.max_tokens, self.num_slots, device)

@@ -1,4 +1,4 @@
-"""The fused expert layer for a few tokens: one launch of `moe_small.cu`."""
+"""The fused expert layer for a few tokens: one launch of `moe_codes.cu` or `moe_small.cu`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,38 @@ import torch
 from torch import Tensor
 
 from runtime.errors import ShapeError
+from runtime.kernels import codes_plan, fused_plan
 from runtime.kernels.arguments import require_aligned
 from runtime.kernels.compile import load
-from runtime.kernels.device import current_gpu
+from runtime.kernels.device import Gpu, current_gpu
 from runtime.kernels.fused_config import FusedConfig
-from runtime.kernels.fused_plan import COLUMNS, MAX_TOKENS, FusedPlan, plan
+from runtime.kernels.fused_plan import COLUMNS, MAX_TOKENS, FusedPlan
 from runtime.kernels.launch import Kernel
 from runtime.kernels.layout import SlotLayout
 
 __all__ = ["FusedConfig", "FusedExperts", "FusedPlan", "plan"]
+
+
+def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, gpu: Gpu) -> FusedPlan:
+    """The kernel for a layer on a GPU, with its constants.
+
+    INT4 and INT8 are computed by warps with roles (`codes_plan`) from compute capability 9.0 up, where the layer fits
+    and the configuration does not fix `block_dim`; all else by warps that are alike (`fused_plan`). Neither choice
+    depends on the number of tokens.
+
+    Args:
+        layout: of the pool's slots.
+        max_tokens: wanted of one launch, 1 to 16; the plan may have fewer.
+        config: what the caller fixes.
+        gpu: where it will run.
+
+    Raises:
+        ShapeError: no variant of this configuration fits into the GPU's shared memory.
+    """
+    limit_bytes = gpu.smem_per_block_bytes
+    if config.block_dim == 0 and gpu.capability >= codes_plan.CAPABILITY and codes_plan.fits(layout, limit_bytes):
+        return codes_plan.plan(layout, max_tokens, config.experts_per_block, limit_bytes)
+    return fused_plan.plan(layout, max_tokens, config, limit_bytes)
 
 
 class FusedExperts:
@@ -90,11 +113,9 @@ class FusedExperts:
     def _variant(self, tokens: int) -> _Variant:
         most = COLUMNS if tokens <= COLUMNS else MAX_TOKENS
         if most not in self._variants:
-            self._variants[most] = _Variant(self._plan(most), self.layout.shape.moe_intermediate_size)
+            chosen = plan(self.layout, most, self.config, self._gpu)
+            self._variants[most] = _Variant(chosen, self.layout.shape.moe_intermediate_size)
         return self._variants[most]
-
-    def _plan(self, max_tokens: int) -> FusedPlan:
-        return plan(self.layout, max_tokens, self.config, self._gpu.smem_per_block_bytes)
 
     def _check(
         self,

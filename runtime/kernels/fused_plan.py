@@ -15,14 +15,15 @@ SOURCE = "moe_small.cu"
 FORMS: dict[Kind, int] = {"int4": 0, "int8": 1, "bf16": 2}
 MAX_TOKENS = 16  # of one launch
 COLUMNS = 8  # tokens of one MMA
-_MAX_PAIRS = 128  # of one launch, unless a single token has more
+MAX_PAIRS = 128  # of one launch, unless a single token has more
 _WARPS = (16, 8, 4, 2)  # of a block, best first; fewer only where shared memory is short
 _MAX_TEAMS = 15  # a team of several warps has a hardware barrier of its own, and the block has one of the 16
 _QUEUE = 32  # claims that a team remembers
-_CHUNK_BYTES = 2200  # of a stage of a warp: long enough to copy well, short enough for three of them
+_CHUNK_UNITS = (2, 1)  # of a stage of a warp, at most; best first
+_TEAM = 8
 _MIN_STAGES, _MAX_STAGES = 2, 8  # without a word of the caller
 _PLAIN_COLUMNS, _PLAIN_BYTES = 64, 2048  # a unit of BF16 rows, as the kernel copies them
-_STAGE_NOTE_BYTES = 8 + 16  # a barrier and a note
+_STAGE_NOTE_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,10 @@ class FusedPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """How a block's warps share the columns of tiles.
+    """How a block's warps share the columns of tiles, and how many units they copy at once.
 
-    It decides the order of sums. So nothing in it may depend on the number of tokens: a row has the same bits in any
-    batch.
+    All but the latter decides the order of sums. So it may not depend on the number of tokens: a row has the same bits
+    in any batch.
     """
 
     warps: int
@@ -85,7 +86,7 @@ def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, smem_limit_by
         ShapeError: no variant of this configuration fits into the GPU's shared memory.
     """
     shape, needed = layout.shape, config.stages or _MIN_STAGES
-    most = max(1, min(MAX_TOKENS, _MAX_PAIRS // shape.top_k))
+    most = max(1, min(MAX_TOKENS, MAX_PAIRS // shape.top_k))
     split = next(_fitting(layout, config, smem_limit_bytes, (most, 1)), None)
     if split is None:
         least = min(_smem_bytes(layout, split, 1, needed) for split in _splits(layout, config))
@@ -100,7 +101,14 @@ def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, smem_limit_by
     tokens = next(n for n in range(wanted, 0, -1) if _room(layout, split, n, smem_limit_bytes) >= needed)
     stages = config.stages or min(_room(layout, split, tokens, smem_limit_bytes), _MAX_STAGES)
     smem_bytes = _smem_bytes(layout, split, tokens, stages)
-    values = _values(layout, split, tokens, stages, config.experts_per_block) | {"EXPECTED_SHARED_BYTES": smem_bytes}
+    values = layer_values(layout, tokens, config.experts_per_block) | {
+        "WARPS": split.warps,
+        "TEAM": split.team,
+        "PARTS": split.parts,
+        "CHUNK": split.chunk,
+        "STAGES": stages,
+        "EXPECTED_SHARED_BYTES": smem_bytes,
+    }
     return FusedPlan(
         Source(SOURCE, tuple(values.items())),
         tokens,
@@ -123,21 +131,20 @@ def _fitting(layout: SlotLayout, config: FusedConfig, limit_bytes: int, tokens: 
 
 
 def _splits(layout: SlotLayout, config: FusedConfig) -> list[_Split]:
-    """By how many warps a block may have."""
-    return [_split(layout, config, warps) for warps in ([config.block_dim // 32] if config.block_dim else _WARPS)]
+    """By how many warps a block may have, and by how many units they copy at once."""
+    counts = (config.block_dim // 32,) if config.block_dim else _WARPS
+    return [_split(layout, config, warps, chunk) for warps in counts for chunk in _CHUNK_UNITS]
 
 
-def _split(layout: SlotLayout, config: FusedConfig, warps: int) -> _Split:
+def _split(layout: SlotLayout, config: FusedConfig, warps: int, most: int) -> _Split:
     shape = layout.shape
-    unit_columns, unit_bytes = _unit(layout)
+    unit_columns, _ = _unit(layout)
     units1, units2 = (-(-columns // unit_columns) for columns in (shape.hidden_size, shape.moe_intermediate_size))
-    most = max(1, _CHUNK_BYTES // unit_bytes)
-    team = config.team or min(16, max(4, _power_above(-(-units1 // most))))
-    team = min(team, warps, _power_below(units1))
+    team = min(config.team or _TEAM, warps, _power_below(units1))
     if team > 1 and warps // team > _MAX_TEAMS:
         team = 1
     parts = min(config.k_split or (4 if shape.top_k > 2 else 8), warps, _power_below(units2))
-    chunk = max(_even_chunk(-(-units1 // team), most), _even_chunk(-(-units2 // parts), most))
+    chunk = max(_even_chunk(-(-units // shares), most) for units, shares in ((units1, team), (units2, parts)))
     return _Split(warps, team, parts, chunk)
 
 
@@ -149,11 +156,6 @@ def _unit(layout: SlotLayout) -> tuple[int, int]:
 def _power_below(limit: int) -> int:
     """The largest power of two up to a limit."""
     return 1 << (max(1, limit).bit_length() - 1)
-
-
-def _power_above(least: int) -> int:
-    """The smallest power of two from a least number on."""
-    return 1 << (least - 1).bit_length()
 
 
 def _even_chunk(units: int, most: int) -> int:
@@ -169,14 +171,21 @@ def _room(layout: SlotLayout, split: _Split, tokens: int, limit_bytes: int) -> i
 
 def _smem_bytes(layout: SlotLayout, split: _Split, tokens: int, stages: int) -> int:
     """SHARED_BYTES of the source, in the order of its offsets but for the ring; the source asserts that it is."""
-    shape, pairs = layout.shape, tokens * layout.shape.top_k
-    active = _max_active(shape, pairs)
     return (
         stages * split.warps * (split.chunk * _unit(layout)[1] + _STAGE_NOTE_BYTES)
         + (split.warps * 2 * 512 if split.team > 1 else 0)
-        + split.parts * pairs * 64
-        + split.teams * _QUEUE * 8
-        + pairs * 8
+        + split.parts * tokens * layout.shape.top_k * 64
+        + split.teams * _QUEUE * (4 + 8)
+        + list_bytes(layout.shape, tokens)
+    )
+
+
+def list_bytes(shape: ExpertShape, tokens: int) -> int:
+    """What the list of active experts takes of shared memory, in the order of `expert_layer.cuh`."""
+    pairs = tokens * shape.top_k
+    active = max_active(shape, pairs)
+    return (
+        pairs * 8
         + (shape.num_experts + 1) // 2 * 16
         + active * 8
         + (_levels(tokens) * -(-shape.num_experts // 32) + 1) * 4
@@ -184,7 +193,7 @@ def _smem_bytes(layout: SlotLayout, split: _Split, tokens: int, stages: int) -> 
     )
 
 
-def _max_active(shape: ExpertShape, pairs: int) -> int:
+def max_active(shape: ExpertShape, pairs: int) -> int:
     """Entries of the list of active experts, which hold up to 8 tokens of one expert each."""
     return min(pairs, shape.num_experts + pairs // COLUMNS)
 
@@ -194,9 +203,8 @@ def _levels(tokens: int) -> int:
     return -(-tokens // COLUMNS)
 
 
-def _values(
-    layout: SlotLayout, split: _Split, tokens: int, stages: int, experts_per_block: int
-) -> dict[str, int | str]:
+def layer_values(layout: SlotLayout, tokens: int, experts_per_block: int) -> dict[str, int | str]:
+    """The macros of `expert_layer.cuh` for launches of so many tokens."""
     shape, form = layout.shape, layout.form
     return {
         "FORM": FORMS[form.kind],
@@ -209,11 +217,6 @@ def _values(
         "MAX_TOKENS": _levels(tokens) * COLUMNS,
         "ACTIVATION": shape.activation.code,
         "BIAS": int(shape.has_bias),
-        "WARPS": split.warps,
-        "TEAM": split.team,
-        "PARTS": split.parts,
-        "CHUNK": split.chunk,
-        "STAGES": stages,
         "INTERLEAVE": max(1, experts_per_block) if form.is_coded else 1,
         "SLOT_BYTES": f"{layout.slot_bytes}ull",
         "DOWN_OFFSET": f"{layout.down.offset_bytes}ull",

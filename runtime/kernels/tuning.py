@@ -11,7 +11,7 @@ from typing import Any
 from runtime.errors import InputError
 from runtime.kernels.shape import BITS, ExpertShape, WeightForm
 
-BACKENDS = ("fused", "roles", "gemm", "grouped", "loop")
+BACKENDS = ("fused", "gemm", "grouped", "loop")
 INVARIANT_TOKENS = 16  # up to here a row must give the same bits in any batch, so one backend computes all of them
 
 

@@ -261,7 +261,7 @@ def test_asking_for_a_profile_leaves_no_file(session: type[KernelSession], tmp_p
 
 
 @pytest.mark.parametrize(
-    ("names", "form"), [(["loop"], "int4"), (["interleaved", "grouped"], "int4"), (["roles", "loop"], "bf16")]
+    ("names", "form"), [(["loop"], "int4"), (["interleaved", "grouped"], "int4"), (["interleaved", "loop"], "bf16")]
 )
 def test_profile_needs_a_candidate_for_few_tokens(
     session: type[KernelSession], tmp_path: Path, names: list[str], form: str

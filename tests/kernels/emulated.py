@@ -19,6 +19,7 @@ from runtime.kernels.layout import SlotLayout
 from tests.kernels.host import cxx
 
 EMULATOR = Path(__file__).parent / "emulator"
+HEADERS = ("activation.cuh", "expert_layer.cuh", "few_tokens.cuh", "layout.cuh")  # common.cuh is the machine's own
 LATE, AT_ONCE, RANDOM = range(3)  # when copies land
 
 
@@ -102,21 +103,21 @@ def build(
         folder: where compiled libraries are kept.
         arch: what `__CUDA_ARCH__` says.
         source: the file of the kernel folder; its kernel has the same name.
-        edit: a text of the source and what to put in its place, to plant a fault.
+        edit: a text of the source or its headers and what to put in its place, to plant a fault.
     """
-    kernel = (kernel_folder() / source).read_text(encoding="utf-8")
+    texts = {name: (kernel_folder() / name).read_text(encoding="utf-8") for name in (source, *HEADERS)}
     if edit is not None:
-        assert kernel.count(edit[0]) == 1, f"{edit[0]!r} once in {source}"
-        kernel = kernel.replace(*edit)
-    texts = [kernel, *(f.read_text(encoding="utf-8") for f in sorted(EMULATOR.iterdir()))]
-    key = hashlib.sha256(repr((texts, sorted(defines.items()), arch)).encode()).hexdigest()[:16]
+        assert sum(text.count(edit[0]) for text in texts.values()) == 1, f"{edit[0]!r} once in {source} and its headers"
+        texts = {name: text.replace(*edit) for name, text in texts.items()}
+    machine = [f.read_text(encoding="utf-8") for f in sorted(EMULATOR.iterdir())]
+    key = hashlib.sha256(repr((texts, machine, sorted(defines.items()), arch)).encode()).hexdigest()[:16]
     target = folder / f"{key}.so"
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=folder) as name:
             work = Path(name)
             shutil.copytree(EMULATOR, work, dirs_exist_ok=True)
-            (work / source).write_text(kernel, encoding="utf-8")
-            shutil.copy(kernel_folder() / "layout.cuh", work)
+            for own, text in texts.items():
+                (work / own).write_text(text, encoding="utf-8")
             command = [cxx(), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-D__CUDA_ARCH__={arch}"]
             command += [f'-DKERNEL_FILE="{source}"', f"-DKERNEL_NAME={source.removesuffix('.cu')}"]
             command += [f"-D{macro}={value}" for macro, value in defines.items()]

@@ -222,16 +222,3 @@ def test_backends_agree_on_both_sides_of_the_border(form: WeightForm) -> None:
         y = torch.full_like(x, torch.nan)
         kernels.run(pool, slot_of, x, top_k_index, top_k_weights, y)
         assert ((y.double() - stages.y[:count]).abs() <= 2 * error_bound(stages)[:count]).all()
-
-
-def test_takes_the_kernel_with_roles_for_codes_where_it_was_fastest(
-    log: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranges = ((16, "roles"), (None, "gemm"))
-    codes = ExpertKernels(SlotLayout(SHAPE, INT4), 8, 4096, measured(*ranges))
-    assert chosen(codes) == ["roles"] * 3 + ["gemm"] * 4
-    plain = ExpertKernels(SlotLayout(SHAPE, BF16), 8, 4096, measured(*ranges, form="bf16"))
-    assert chosen(plain) == ["fused"] * 3 + ["gemm"] * 4
-    monkeypatch.setattr(dispatch, "current_gpu", lambda: A100)
-    older = ExpertKernels(SlotLayout(SHAPE, INT4), 8, 4096, measured(*ranges))
-    assert chosen(older)[:3] == ["fused"] * 3

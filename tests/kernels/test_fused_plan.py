@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -16,14 +17,15 @@ from moespeq_cli.bench.geometry import KNOWN, Geometry
 from runtime.errors import InputError, KernelError, ShapeError
 from runtime.kernels.catalog import A100, CATALOG, CONSUMER, H200
 from runtime.kernels.compile import Source, compile_cubin, kernel_folder
+from runtime.kernels.fused import plan as choose
 from runtime.kernels.fused_config import MAX_STAGES, FusedConfig
 from runtime.kernels.fused_plan import COLUMNS, MAX_TOKENS, FusedPlan, plan
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.shape import Activation, ExpertShape, WeightForm
 
-LIMITS = {"H200": H200[0], "A100": A100[0], "99 KiB": CONSUMER[0]}
+LIMITS = {name: gpu.smem_per_block_bytes for name, gpu in (("H200", H200), ("A100", A100), ("99 KiB", CONSUMER))}
 FORMS = [WeightForm("int4", 32), WeightForm("int4", 64), WeightForm("int4"), WeightForm("int8", -1), WeightForm("bf16")]
-ORDER_OF_SUMS = ("WARPS", "TEAM", "PARTS", "CHUNK")
+ORDER_OF_SUMS = ("WARPS", "TEAM", "PARTS")
 QWEN = SlotLayout(ExpertShape(60, 4, 2048, 1408), WeightForm("int4"))
 
 
@@ -113,8 +115,8 @@ def test_the_pairs_of_a_launch_are_bounded() -> None:
     """Shared memory holds a row of each; more tokens are computed by more launches."""
     for top_k, most in ((4, 16), (8, 16), (9, 14), (20, 6), (100, 1), (128, 1), (200, 1)):
         layout = SlotLayout(ExpertShape(256, top_k, 512, 256), WeightForm("int4"))
-        assert plan(layout, MAX_TOKENS, FusedConfig(), H200[0]).max_tokens == most
-        few = plan(layout, COLUMNS, FusedConfig(), H200[0])
+        assert plan(layout, MAX_TOKENS, FusedConfig(), LIMITS["H200"]).max_tokens == most
+        few = plan(layout, COLUMNS, FusedConfig(), LIMITS["H200"])
         assert few.max_tokens == min(most, COLUMNS) and values(few)["MAX_TOKENS"] == COLUMNS
 
 
@@ -122,39 +124,39 @@ def test_the_pairs_of_a_launch_are_bounded() -> None:
     ("form", "wanted"),
     [
         (WeightForm("int4"), (8, 4, 2, 6)),
-        (WeightForm("int4", 32), (16, 4, 1, 8)),
-        (WeightForm("int8", -1), (16, 4, 1, 6)),
-        (WeightForm("bf16"), (16, 4, 1, 6)),
+        (WeightForm("int4", 32), (8, 4, 2, 5)),
+        (WeightForm("int8", -1), (8, 4, 2, 3)),
+        (WeightForm("bf16"), (8, 4, 2, 3)),
     ],
     ids=str,
 )
 def test_the_shape_that_was_measured(form: WeightForm, wanted: tuple[int, ...]) -> None:
-    """docs/kernels.md: teams of 8 with chunks of 2 units for INT4, of 16 with chunks of 1 else."""
-    chosen = plan(SlotLayout(QWEN.shape, form), COLUMNS, FusedConfig(), H200[0])
+    """docs/kernels.md: teams of 8 with chunks of 2 units."""
+    chosen = plan(SlotLayout(QWEN.shape, form), COLUMNS, FusedConfig(), LIMITS["H200"])
     assert tuple(values(chosen)[name] for name in ("TEAM", "PARTS", "CHUNK", "STAGES")) == wanted
     assert chosen.threads == 512
 
 
 def test_what_the_caller_fixes_is_taken() -> None:
     config = FusedConfig(block_dim=256, experts_per_block=8, stages=5, k_split=2, team=2)
-    own = values(plan(QWEN, COLUMNS, config, H200[0]))
+    own = values(plan(QWEN, COLUMNS, config, LIMITS["H200"]))
     assert [own[name] for name in ("WARPS", "INTERLEAVE", "STAGES", "PARTS", "TEAM")] == [8, 8, 5, 2, 2]
     plain = SlotLayout(QWEN.shape, WeightForm("bf16"))
-    assert values(plan(plain, COLUMNS, config, H200[0]))["INTERLEAVE"] == 1  # rows are never interleaved
+    assert values(plan(plain, COLUMNS, config, LIMITS["H200"]))["INTERLEAVE"] == 1  # rows are never interleaved
     narrow = SlotLayout(ExpertShape(8, 2, 136, 72), WeightForm("int4"))  # two units of gate and up columns, one of down
-    own = values(plan(narrow, COLUMNS, FusedConfig(k_split=32, team=32), H200[0]))
+    own = values(plan(narrow, COLUMNS, FusedConfig(k_split=32, team=32), LIMITS["H200"]))
     assert (own["TEAM"], own["PARTS"]) == (2, 1)
-    own = values(plan(narrow, COLUMNS, FusedConfig(block_dim=1024), H200[0]))
+    own = values(plan(narrow, COLUMNS, FusedConfig(block_dim=1024), LIMITS["H200"]))
     assert own["TEAM"] == 1  # 16 teams of 2 would need 17 barriers
 
 
 @pytest.mark.parametrize(
     ("config", "limit_bytes"),
     [
-        (FusedConfig(block_dim=512, stages=7), H200[0]),
-        (FusedConfig(block_dim=1024), CONSUMER[0]),
-        (FusedConfig(stages=16), 48 << 10),
-        (FusedConfig(), 8 << 10),
+        (FusedConfig(block_dim=512, stages=16), LIMITS["H200"]),
+        (FusedConfig(block_dim=1024), LIMITS["99 KiB"]),
+        (FusedConfig(stages=16), 24 << 10),
+        (FusedConfig(), 4 << 10),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_bytes(config: FusedConfig, limit_bytes: int) -> None:
@@ -173,7 +175,7 @@ def test_configurations_that_cannot_be_are_refused(field: dict[str, int]) -> Non
 
 
 def test_a_block_claims_no_more_than_its_share() -> None:
-    chosen = plan(QWEN, COLUMNS, FusedConfig(), H200[0])
+    chosen = plan(QWEN, COLUMNS, FusedConfig(), LIMITS["H200"])
     assert chosen.teams == 2 and chosen.tiles_per_token == 4 * 176
     assert [chosen.first_claim(tokens, 132) for tokens in (1, 8)] == [2, 2]
     assert [chosen.first_claim(1, blocks) for blocks in (704, 703, 10_000)] == [1, 2, 1]
@@ -220,13 +222,13 @@ class TestSharedMemory:
         assert preprocess(chosen.source) == ""
 
     def test_the_conditions_see_what_is_wrong(self, preprocess: Any) -> None:
-        source = plan(QWEN, COLUMNS, FusedConfig(), H200[0]).source
+        source = plan(QWEN, COLUMNS, FusedConfig(), LIMITS["H200"]).source
         for name, value, seen in (("EXPECTED_SHARED_BYTES", 5, "bytes"), ("TEAM", 32, "split"), ("PARTS", 3, "counts")):
             assert seen in preprocess(Source(source.name, tuple((dict(source.defines) | {name: value}).items())))
 
     @pytest.mark.usefixtures("nvrtc")
     def test_the_source_refuses_another_number(self) -> None:
-        source = plan(QWEN, COLUMNS, FusedConfig(), H200[0]).source
+        source = plan(QWEN, COLUMNS, FusedConfig(), LIMITS["H200"]).source
         wrong = tuple((dict(source.defines) | {"EXPECTED_SHARED_BYTES": 231668}).items())
         with pytest.raises(KernelError, match="the launcher counts other bytes of shared memory"):
             compile_cubin(Source(source.name, wrong), "sm_80")
@@ -235,5 +237,5 @@ class TestSharedMemory:
 def test_the_catalog_has_what_runs_of_known_models_load() -> None:
     """The compile tests see the very source that FusedExperts loads."""
     sources = {entry.source for entry in CATALOG}
-    for tokens in (COLUMNS, MAX_TOKENS):
-        assert plan(QWEN, tokens, FusedConfig(), H200[0]).source in sources
+    for tokens, gpu in itertools.product((COLUMNS, MAX_TOKENS), (H200, A100)):
+        assert choose(QWEN, tokens, FusedConfig(), gpu).source in sources

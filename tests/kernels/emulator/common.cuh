@@ -12,15 +12,12 @@ inline uint4 lds128(u32 a) { return simt_lds<uint4>(a); }
 inline u32 lds32(u32 a) { return simt_lds<u32>(a); }
 inline float lds_f32(u32 a) { return simt_lds<float>(a); }
 inline float4 lds_f128(u32 a) { return simt_lds<float4>(a); }
+inline void sts32(u32 a, u32 v) { simt_sts(a, v); }
 inline void sts_f32(u32 a, float v) { simt_sts(a, v); }
 inline void sts_f128(u32 a, float x, float y, float z, float w) { simt_sts(a, float4{x, y, z, w}); }
 inline void sts128(u32 a, u32 x, u32 y, u32 z, u32 w) { simt_sts(a, uint4{x, y, z, w}); }
-inline u64 lds_volatile64(u32 a) {
-  simt::yield("a word in shared memory");
-  return simt_lds<u64>(a);
-}
-inline void sts_volatile64(u32 a, u64 v) { simt_sts(a, v), simt::event(); }
 template <int THREADS_> inline void barrier_of(int id) { simt::gate(id, THREADS_, "a barrier of some warps"); }
+template <int THREADS_> inline void barrier_pass(int id) { simt::pass(id, THREADS_); }
 
 // ---- asynchronous copies: they land when they are waited for, at once, or at a random wait before ----
 inline void simt_land(const simt::Async& a) { memcpy(smem + a.dst, a.data.data(), a.data.size()); }
@@ -52,7 +49,7 @@ inline uint4 load_shared_by_grid(const void* p) {
 inline void store_shared_by_grid(void* p, uint4 v) { memcpy(p, &v, 16), simt::event(); }
 inline uint4 load_read_only(const void* p) { uint4 v; memcpy(&v, p, 16); return v; }
 inline u32 atomic_add(u32* p, u32 n) { const u32 old = *p; *p += n; simt::event(); return old; }
-inline u32 atomic_next(u32* p, int zero) { return atomic_add(p + zero, 1); }
+inline u32 atomic_add_later(u32* p, u32 n, int zero) { return atomic_add(p + zero, n); }
 
 // ---- arithmetic ----
 inline float bf16_to_f32(u32 bits) { return __uint_as_float(bits << 16); }
@@ -93,7 +90,7 @@ inline void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_start() {}
 
-// ---- bulk copies ----
+// ---- mbarriers and bulk copies ----
 inline void barrier_init(u32 barrier, u32 arrivals) {
   simt::at_shared(barrier, 8);
   simt::Barrier b;
@@ -101,12 +98,12 @@ inline void barrier_init(u32 barrier, u32 arrivals) {
   simt::lane().block->barriers[barrier] = b;
 }
 inline void barriers_ready() {}
-inline void barrier_expect(u32 barrier, u32 bytes) {
+inline void barrier_expect_more(u32 barrier, u32 bytes) {
   simt::Barrier& b = simt::barrier_at(barrier);
+  if (b.pending == 0) simt::fail("bytes expected of a phase that may be over");
   b.bytes += bytes;
-  simt::arrive(b, 1);
 }
-inline void barrier_arrive(u32 barrier, u32 count) { simt::arrive(simt::barrier_at(barrier), count); }
+inline void barrier_arrive(u32 barrier) { simt::arrive(simt::barrier_at(barrier), 1); }
 inline void barrier_wait(u32 barrier, u32 phase) {
   simt::Barrier& b = simt::barrier_at(barrier);
   simt::wait_until("an mbarrier", [&] { return (b.phase & 1) != (phase & 1); });

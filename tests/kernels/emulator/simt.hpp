@@ -29,6 +29,7 @@ typedef unsigned long long u64;
 typedef unsigned short u16;
 typedef unsigned char u8;
 struct uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 struct int2 { int x, y; };
 struct Dim { u32 x, y, z; };
@@ -120,11 +121,17 @@ template <class W> inline void together(int op, const char* what, const u32* in,
   memcpy(out, w.out[me], results * 4);
 }
 
+inline bool pass(int id, u32 threads) {   // arrives at a barrier of threads; whether it was the last
+  Gate& g = lane().block->gates[id];
+  if (++g.arrived < threads) return false;
+  g.arrived = 0, g.round++;
+  event();
+  return true;
+}
 inline void gate(int id, u32 threads, const char* what) {
   Gate& g = lane().block->gates[id];
   const u64 round = g.round;
-  if (++g.arrived == threads) g.arrived = 0, g.round++, event();
-  else wait_until(what, [&] { return g.round != round; });
+  if (!pass(id, threads)) wait_until(what, [&] { return g.round != round; });
 }
 
 inline u8* at_shared(u32 address, u32 bytes) {

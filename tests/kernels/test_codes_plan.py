@@ -1,0 +1,105 @@
+"""The constants of the kernel with roles: they fit, the source agrees with them, and they keep rows alike."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.errors import ShapeError
+from runtime.kernels import codes_plan, fused
+from runtime.kernels.catalog import A100, H200
+from runtime.kernels.compile import kernel_folder
+from runtime.kernels.device import Gpu
+from runtime.kernels.fused_config import FusedConfig
+from runtime.kernels.layout import SlotLayout
+from runtime.kernels.shape import ExpertShape, Kind, WeightForm
+from tests.kernels.host import cxx
+from tests.kernels.test_fused_plan import LIMITS, forms, shapes
+
+CHECK = """#include "moe_codes.cu"
+#if SHARED_BYTES != EXPECTED_SHARED_BYTES
+#error bytes
+#endif
+#if OFF_LISTS % 8 || OFF_NOTE % 8 || OFF_RED % 16 || OFF_BARRIER % 8 || OFF_RED_NOTE % 8
+#error places
+#endif
+#if OFF_SOURCE % 4 || OFF_PAIRS % 4 || OFF_X % 16
+#error places
+#endif
+#if COMPUTE % TEAM || STAGE_UNITS % (2 * TEAM)
+#error roles
+#endif
+#if STAGE_BYTES >= (1 << 20)
+#error more bytes than an mbarrier counts
+#endif
+"""
+
+
+@pytest.fixture(scope="module")
+def check(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cxx()
+    path = tmp_path_factory.mktemp("roles") / "check.cpp"
+    path.write_text(CHECK, encoding="utf-8")
+    return path
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes(), forms.filter(lambda form: form.is_coded), st.sampled_from(list(LIMITS.values())), st.integers(1, 16))
+def test_the_source_needs_what_the_plan_says(
+    check: Path, shape: ExpertShape, form: WeightForm, limit: int, tokens: int
+) -> None:
+    layout = SlotLayout(shape, form)
+    if not codes_plan.fits(layout, limit):
+        with pytest.raises(ShapeError, match="shared memory"):
+            codes_plan.plan(layout, tokens, 0, limit)
+        return
+    chosen, one = codes_plan.plan(layout, tokens, 0, limit), codes_plan.plan(layout, 1, 0, limit)
+    assert chosen.smem_bytes <= limit and chosen.threads <= 1024 and 1 <= chosen.max_tokens <= tokens
+    macros = [f"-D{name}={value}" for name, value in chosen.source.defines]
+    command = [cxx(), *macros, "-E", "-P", "-nostdinc", f"-I{kernel_folder()}", "-o", "/dev/null", str(check)]
+    assert subprocess.run(command, capture_output=True, text=True).stderr == ""
+    values, single = dict(chosen.source.defines), dict(one.source.defines)
+    assert values["TEAM"] == single["TEAM"]  # with the layer's sizes, all that the order of sums depends on
+
+
+@pytest.mark.parametrize(
+    ("gpu", "form", "config", "wanted"),
+    [
+        (H200, "int4", FusedConfig(), "moe_codes.cu"),
+        (H200, "int8", FusedConfig(experts_per_block=8, k_split=8), "moe_codes.cu"),
+        (H200, "bf16", FusedConfig(), "moe_small.cu"),
+        (H200, "int4", FusedConfig(block_dim=512), "moe_small.cu"),
+        (A100, "int4", FusedConfig(), "moe_small.cu"),
+    ],
+)
+def test_codes_are_computed_by_roles_where_the_gpu_can(gpu: Gpu, form: Kind, config: FusedConfig, wanted: str) -> None:
+    layout = SlotLayout(ExpertShape(60, 4, 2048, 1408), WeightForm(form))
+    for tokens in (1, 8, 16):
+        assert fused.plan(layout, tokens, config, gpu).source.name == wanted
+
+
+def test_a_layer_that_does_not_fit_roles_takes_the_other_kernel() -> None:
+    layout = SlotLayout(ExpertShape(1024, 600, 512, 2048), WeightForm("int4"))
+    assert not codes_plan.fits(layout, 131072)
+    with pytest.raises(ShapeError, match="at most 131072 bytes of shared memory for a block of the kernel with roles"):
+        codes_plan.plan(layout, 1, 0, 131072)
+    small = replace(H200, smem_per_block_bytes=131072)
+    assert fused.plan(layout, 1, FusedConfig(k_split=1), small).source.name == "moe_small.cu"
+
+
+def test_takes_no_bf16() -> None:
+    layout = SlotLayout(ExpertShape(4, 2, 64, 64), WeightForm("bf16"))
+    assert not codes_plan.fits(layout, 232448)
+    with pytest.raises(ShapeError, match="int4 or int8"):
+        codes_plan.plan(layout, 8, 0, 232448)
+
+
+def test_a_first_claim_is_a_fair_share_of_few_tiles() -> None:
+    chosen = codes_plan.plan(SlotLayout(ExpertShape(60, 4, 2048, 1408), WeightForm("int4")), 8, 0, 232448)
+    assert [chosen.first_claim(tokens, 132) for tokens in (1, 6)] == [3, 3]
+    assert chosen.first_claim(1, 700) == 2  # of 704 tiles
