@@ -223,8 +223,7 @@ __device__ __forceinline__ void finish(const Args& args, const Warp& me, u32 sha
     if (note.x < 0) break;
     float sum[4];
     add_warps<TEAM>(shared + OFF_RED + place * (TEAM * 512) + me.lane * 16, sum);
-    __syncwarp();
-    if (me.lane == 0) barrier_arrive(red_empty + buffer * 8);
+    barrier_arrive(red_empty + buffer * 8);
     store_h(args, me.lane, note.x, note.y, sum, parity);
   }
 }
@@ -287,18 +286,14 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
           multiply_codes(ring + at.slot * STAGE_BYTES + (c * TEAM + member) * UNIT_BYTES, me.lane, tokens, acc, [](int) {});
         }
       }
-      __syncwarp();
-      if (me.lane == 0) barrier_arrive(empty + at.slot * 8);
+      barrier_arrive(empty + at.slot * 8);
       at.next();
     }
     const int buffer = done % RED_BUFFERS, place = team * RED_BUFFERS + buffer;
     if (done >= RED_BUFFERS) barrier_wait(red_empty + buffer * 8, (done / RED_BUFFERS - 1) & 1);
     sts_f128(shared + OFF_RED + place * (TEAM * 512) + member * 512 + me.lane * 16, acc[0], acc[1], acc[2], acc[3]);
-    __syncwarp();
-    if (me.lane == 0) {
-      if (member == 0) ((int2*)(smem + OFF_RED_NOTE))[place] = note;
-      barrier_arrive(red_full + buffer * 8);
-    }
+    if (member == 0 && me.lane == 0) ((int2*)(smem + OFF_RED_NOTE))[place] = note;
+    barrier_arrive(red_full + buffer * 8);
     done++;
   }
   // the finishers of this team end
@@ -306,11 +301,8 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
   for (int f = 0; f < (TEAMS > 1 ? 1 : FINISHERS); f++, done++) {
     const int buffer = done % RED_BUFFERS, place = team * RED_BUFFERS + buffer;
     if (done >= RED_BUFFERS) barrier_wait(red_empty + buffer * 8, (done / RED_BUFFERS - 1) & 1);
-    __syncwarp();
-    if (me.lane == 0) {
-      if (member == 0) ((int2*)(smem + OFF_RED_NOTE))[place] = make_int2(-1, 0);
-      barrier_arrive(red_full + buffer * 8);
-    }
+    if (member == 0 && me.lane == 0) ((int2*)(smem + OFF_RED_NOTE))[place] = make_int2(-1, 0);
+    barrier_arrive(red_full + buffer * 8);
   }
   // ---- phase 2: the first stage is there already. The units of the team's entries, one after the other, go to its members in turn.
   const int units = entries_of(num_active, team) * UNITS2;
@@ -365,8 +357,7 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
           acc[0] = acc[1] = acc[2] = acc[3] = 0.f;
         }
       }
-      __syncwarp();
-      if (me.lane == 0) barrier_arrive(empty + at.slot * 8);
+      barrier_arrive(empty + at.slot * 8);
       at.next();
     }
     barrier_of<COMPUTE * 32>(1);
@@ -389,7 +380,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_codes(
   for (int i = threadIdx.x; i < MAX_ACTIVE * COLUMNS; i += THREADS) active_pairs()[i] = NO_PAIR;
   for (int i = threadIdx.x; i < NUM_BARRIERS; i += THREADS) {
     const int red = i - 2 * RINGS;
-    barrier_init(shared + OFF_BARRIER + i * 8, i < RINGS ? 1 : red < TEAMS * RED_BUFFERS ? TEAM : 1);   // full; empty and sums there; sums read
+    barrier_init(shared + OFF_BARRIER + i * 8, i < RINGS ? 1 : red < TEAMS * RED_BUFFERS ? TEAM * 32 : 32);   // full; empty and sums there; sums read
   }
   barriers_ready();
   __syncthreads();
