@@ -365,6 +365,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_small(
     using Here = typename Plain<decltype(column)>::type;
     constexpr int PHASE = Here::PHASE_;
     const int following = use + 1 == STAGES ? 0 : use + 1;
+    if (STAGES == 2) __syncwarp();   // the note of that stage was written just now, by one lane
     const Note next = read_note(notes + following * 16);
     Here after = column;
     int next_n = 0;
