@@ -17,7 +17,8 @@ class FusedConfig:
     INT4 and INT8 are computed by a kernel whose warps have roles, from compute capability 9.0 up; of its shape only
     `experts_per_block` can be fixed. A `block_dim` chooses the kernel whose warps are alike instead, which serves all
     else in any case, and which the other values are of. No value changes what is computed, but all of them except
-    `experts_per_block` and `stages` change the order of sums, and with it bits.
+    `experts_per_block` may change the order of sums, and with it bits; `stages` only where so many leave room for fewer
+    warps.
 
     Attributes:
         block_dim: threads of a block, a power of two from 64 to 1024.

@@ -146,6 +146,8 @@ def test_what_the_caller_fixes_is_taken() -> None:
     narrow = SlotLayout(ExpertShape(8, 2, 136, 72), WeightForm("int4"))  # two units of gate and up columns, one of down
     own = values(plan(narrow, COLUMNS, FusedConfig(k_split=32, team=32), LIMITS["H200"]))
     assert (own["TEAM"], own["PARTS"]) == (2, 1)
+    own = values(plan(plain, COLUMNS, FusedConfig(stages=16), LIMITS["H200"]))
+    assert (own["WARPS"], own["TEAM"]) == (4, 4)  # so many stages leave room for fewer warps, and other sums
     own = values(plan(narrow, COLUMNS, FusedConfig(block_dim=1024), LIMITS["H200"]))
     assert own["TEAM"] == 1  # 16 teams of 2 would need 17 barriers
 
