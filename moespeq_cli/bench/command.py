@@ -8,9 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from moespeq_cli import console
+from moespeq_cli.bench.synthetic.command import make_model
 from moespeq_cli.options import DEFAULT_ARTIFACTS, Artifacts
 
 bench = typer.Typer(help="Measure, for the docs", no_args_is_help=True)
+bench.command()(make_model)
 
 Output = Annotated[Path | None, typer.Option("--json", help="Write the raw figures to this file")]
 Packs = Annotated[Path | None, typer.Option("--pack", help="Pack to measure", show_default="pack in --artifacts")]
