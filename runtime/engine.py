@@ -15,6 +15,7 @@ from torch import Tensor
 from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
 from runtime.decode.bank import DraftBank
+from runtime.decode.draft_records import DraftRecords
 from runtime.decode.governor import make_governor
 from runtime.decode.loop import LoopSettings, Route, SpeculativeLoop
 from runtime.decode.sampling import Chooser, SamplingSettings
@@ -69,6 +70,7 @@ class Engine:
         self.host = Host(pack.config_folder, pack.spec, dtype, pack.read_dense, pack.dense_names())
         drafting = settings.speculate and settings.prefetch_window > 0
         self._bank = DraftBank(pack, dtype, settings.direct_io) if drafting else None
+        self._drafts = DraftRecords(pack, settings.direct_io) if pack.leans_on_draft else None
         self._store = RecordStore(pack.target_locations(), direct=settings.direct_io)
         try:
             pool = SlotPool(plan.num_slots, plan.slot_bytes)
@@ -81,7 +83,7 @@ class Engine:
             self._store.close()
             raise
         self.stats = DecodeStats(self.cache.stats)
-        self._experts = TargetExperts(pack, self.cache, dtype, self.stats.trace if keep_trace else None)
+        self._experts = TargetExperts(pack, self.cache, dtype, self._drafts, self.stats.trace if keep_trace else None)
         self._texts = 0
         self.load_s = time.perf_counter() - started
 
@@ -207,7 +209,7 @@ class Engine:
             "plan": dataclasses.asdict(self.plan),
             "measured_bytes": {
                 "dense": self.host.dense_bytes,
-                "draft": self._bank.num_bytes if self._bank is not None else 0,
+                "draft": sum(part.num_bytes for part in (self._bank, self._drafts) if part is not None),
                 "kv": self.host.kv.allocated_bytes,
             },
             "threads": torch.get_num_threads(),

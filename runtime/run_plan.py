@@ -39,7 +39,8 @@ def plan_run(pack: Pack, settings: RunSettings) -> MemoryPlan:
     dense = sum(math.prod(pack.dense_info(name).shape) for name in pack.dense_names()) * dtype.itemsize
     return make_plan(
         dense_bytes=dense,
-        draft_bytes=draft_bytes(pack, dtype) if settings.speculate and settings.prefetch_window else 0,
+        draft_bytes=(draft_bytes(pack, dtype) if settings.speculate and settings.prefetch_window else 0)
+        + (spec.num_records * pack.draft_slot_bytes if pack.leans_on_draft else 0),
         kv_bytes_per_token=bytes_per_token(SimpleNamespace(**config), dtype),
         context_tokens=min(settings.context, context_limit(config)),
         slot_bytes=pack.target_slot_bytes,

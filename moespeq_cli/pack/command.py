@@ -22,7 +22,12 @@ Profile = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option("--out", help="Where the pack goes", show_default="pack in --artifacts")]
 Shards = Annotated[int, typer.Option("--shards", min=1, help="Files to spread the experts over, one a drive")]
-Encoding = Annotated[str, typer.Option("--encoding", help="How the exact experts are written: raw")]
+Encoding = Annotated[
+    str,
+    typer.Option(
+        "--encoding", help="How the exact experts are written: raw; or residual, smaller, but slow to decode so far"
+    ),
+]
 Verify = Annotated[bool, typer.Option("--verify", help="Write nothing; read a pack again and compare all of it")]
 
 

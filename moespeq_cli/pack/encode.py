@@ -5,16 +5,9 @@ from __future__ import annotations
 import torch
 
 from moespeq_cli.pack.plan import PackPlan
+from runtime.artifacts.encodings import ENCODINGS, encode_target
 from runtime.artifacts.quantized import Quantized
-from runtime.artifacts.record import (
-    DRAFT_LAYOUT,
-    ENCODINGS,
-    DraftRecord,
-    RecordLayout,
-    encode_draft,
-    encode_target,
-    target_tensors,
-)
+from runtime.artifacts.record import DRAFT_LAYOUT, DraftRecord, RecordLayout, encode_draft, target_tensors
 from runtime.memory.location import ExpertKey, name_of
 from runtime.model.families import PROJECTIONS, ExpertWeights, read_expert
 

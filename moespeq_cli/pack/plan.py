@@ -10,18 +10,11 @@ from moespeq_cli.pack.dense import model_files
 from moespeq_cli.pack.routing import load_routing
 from moespeq_cli.pack.striping import Routing, read_order, stripe
 from runtime.artifacts.checkpoint import Checkpoint
+from runtime.artifacts.encodings import ENCODINGS, TargetEncoding
 from runtime.artifacts.gptq_format import effective_group_size
 from runtime.artifacts.manifest import MANIFEST, require_same_model, sha256_file
 from runtime.artifacts.quantized import LayerFormat, Quantized
-from runtime.artifacts.record import (
-    ENCODINGS,
-    DraftFormat,
-    LinearFormat,
-    RecordLayout,
-    TargetEncoding,
-    align_up,
-    target_layout,
-)
+from runtime.artifacts.record import DraftFormat, LinearFormat, RecordLayout, align_up, target_layout
 from runtime.errors import ArtifactError, InputError
 from runtime.memory.location import ExpertKey
 from runtime.memory.sizes import format_size

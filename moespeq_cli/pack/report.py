@@ -6,8 +6,9 @@ from typing import Any
 
 from moespeq_cli.pack.plan import PackPlan
 from moespeq_cli.pack.striping import shared_reads, stripe
+from runtime.artifacts.encodings import RAW
 from runtime.artifacts.manifest import FileEntry
-from runtime.artifacts.record import RAW, RecordLayout
+from runtime.artifacts.record import RecordLayout
 from runtime.artifacts.record_index import RecordEntry
 
 

@@ -8,21 +8,13 @@ from typing import ClassVar
 
 import torch
 
+from runtime.artifacts.encodings import ENCODINGS, RAW
 from runtime.artifacts.manifest import FileEntry, check_files, load_manifest
-from runtime.artifacts.record import (
-    ALIGN_BYTES,
-    DRAFT_LAYOUT,
-    ENCODINGS,
-    RAW,
-    DraftFormat,
-    DraftRecord,
-    RecordLayout,
-    target_layout,
-)
+from runtime.artifacts.record import ALIGN_BYTES, DRAFT_LAYOUT, DraftFormat, DraftRecord, RecordLayout, target_layout
 from runtime.artifacts.record_index import MEND, SIDES, IndexRules, RecordEntry, load_index
 from runtime.artifacts.safetensors_file import TensorInfo, as_tensor, pread, read_header
 from runtime.errors import ArtifactError, InputError
-from runtime.memory.location import ExpertKey, RecordLocation
+from runtime.memory.location import ExpertKey, RecordLocation, name_of
 from runtime.model.families import MoeSpec
 
 RECORDS = "records.json"
@@ -113,6 +105,11 @@ class Pack:
     def draft_slot_bytes(self) -> int:
         return self.manifest.draft_slot_bytes
 
+    @property
+    def leans_on_draft(self) -> bool:
+        """Whether a target record can only be decoded with its draft record."""
+        return any(entry.encoding != RAW.name for entry in self.records["target"].values())
+
     def draft_layout(self, layer_id: int) -> RecordLayout:
         return self.manifest.draft_layouts[str(layer_id)]
 
@@ -152,9 +149,17 @@ class Pack:
             key: whose record it is.
             buffer: uint8, at least the record's payload; a raw record is viewed, not copied.
             draft: the expert's draft record, for encodings that lean on it.
+
+        Raises:
+            ArtifactError: the record contradicts itself or its draft record.
         """
         entry = self.records["target"][key]
-        return ENCODINGS[entry.encoding].decode(buffer, entry.payload_bytes, self.target_layout, draft)
+        try:
+            return ENCODINGS[entry.encoding].decode(buffer, entry.payload_bytes, self.target_layout, draft)
+        except ArtifactError as error:
+            raise ArtifactError(
+                expected=f"{error.expected}, as target of {name_of(key)}", found=error.found, mend=error.mend
+            ) from error
 
     def check_dense(self) -> None:
         """Compare the dense tensors with their checksum.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from runtime.artifacts.pack import Pack
+from runtime.decode.draft_records import DraftRecords
 from runtime.decode.route import RouteLog
 from runtime.memory.cache import ExpertCache
 from runtime.memory.location import ExpertKey
@@ -20,9 +21,17 @@ class TargetExperts:
     """
 
     def __init__(
-        self, pack: Pack, cache: ExpertCache, dtype: torch.dtype, trace: list[list[ExpertKey]] | None = None
+        self,
+        pack: Pack,
+        cache: ExpertCache,
+        dtype: torch.dtype,
+        drafts: DraftRecords | None = None,
+        trace: list[list[ExpertKey]] | None = None,
     ) -> None:
-        """`trace` is given every demand: a block's experts together, a row's alone, layer by layer."""
+        """`drafts` are needed where target records lean on them. `trace` is given every demand: a block's experts
+        together, a row's alone, layer by layer.
+        """
+        self._drafts = drafts
         self._trace = trace
         self._pack = pack
         self._cache = cache
@@ -53,4 +62,5 @@ class TargetExperts:
         return combine(outputs, top_k_weights)
 
     def _weights(self, key: ExpertKey, buffer: Tensor) -> dict[str, Tensor]:
-        return {name: tensor.to(self._dtype) for name, tensor in self._pack.decode_target(key, buffer).items()}
+        draft = None if self._drafts is None else self._drafts[key]
+        return {name: tensor.to(self._dtype) for name, tensor in self._pack.decode_target(key, buffer, draft).items()}

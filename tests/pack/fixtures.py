@@ -43,9 +43,11 @@ def plan_for(
     return make_plan(model, quantized, profile, out, shards, encoding)
 
 
-def make_pack(model: Path, quantized: Path, out: Path, shards: int = 1, profile: Path | None = None) -> Pack:
+def make_pack(
+    model: Path, quantized: Path, out: Path, shards: int = 1, profile: Path | None = None, encoding: str = "raw"
+) -> Pack:
     """Build a pack and open it."""
-    build_pack(plan_for(model, quantized, out, shards, profile))
+    build_pack(plan_for(model, quantized, out, shards, profile, encoding))
     return Pack.open(out)
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from runtime.artifacts.encodings import ENCODINGS
 from runtime.artifacts.pack import DENSE, MODEL_FOLDER, RECORDS, PackManifest
-from runtime.artifacts.record import DRAFT_LAYOUT, ENCODINGS, RecordLayout, TensorField
+from runtime.artifacts.record import DRAFT_LAYOUT, RecordLayout, TensorField
 from runtime.artifacts.record_index import RecordEntry
 from runtime.model.families import MoeSpec
 

@@ -7,16 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.artifacts.encodings import ENCODINGS, RAW, encode_target
 from runtime.artifacts.quantized import KeptLinear, QuantizedLinear
 from runtime.artifacts.record import (
-    ENCODINGS,
-    RAW,
     DraftFormat,
     DraftRecord,
     LinearFormat,
     RecordLayout,
     encode_draft,
-    encode_target,
     target_layout,
     target_tensors,
     unpack_codes,

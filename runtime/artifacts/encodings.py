@@ -1,0 +1,75 @@
+"""The ways to write an expert's exact weights, by name."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from runtime.artifacts.record import DraftRecord, RecordLayout, target_tensors
+from runtime.artifacts.residual import ResidualEncoding
+from runtime.errors import ArtifactError
+from runtime.model.families import ExpertWeights
+
+
+class TargetEncoding(Protocol):
+    """A way to write an expert's exact weights.
+
+    Records may differ in length, and one that an encoding would not make smaller is stored `raw`: the index of a
+    pack names each record's own encoding and length, and a slot must hold `max_bytes`.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def max_bytes(self, layout: RecordLayout) -> int:
+        """The longest payload this encoding writes for experts of this (raw) layout."""
+
+    def encode(self, weights: ExpertWeights, layout: RecordLayout, draft: DraftRecord | None) -> torch.Tensor | None:
+        """The payload, uint8 [payload_bytes]; None asks for `raw` instead."""
+
+    def decode(
+        self, buffer: torch.Tensor, payload_bytes: int, layout: RecordLayout, draft: DraftRecord | None
+    ) -> dict[str, torch.Tensor]:
+        """Exact `gate_up`, `down` and biases from a payload and, where the encoding needs it, the draft record.
+
+        Raises:
+            ArtifactError: the payload contradicts itself or the draft record.
+        """
+
+
+class RawEncoding:
+    """The stored weights as they are; decoding copies nothing."""
+
+    name = "raw"
+
+    def max_bytes(self, layout: RecordLayout) -> int:
+        return layout.payload_bytes
+
+    def encode(self, weights: ExpertWeights, layout: RecordLayout, draft: DraftRecord | None) -> torch.Tensor | None:
+        return layout.fill(target_tensors(weights))
+
+    def decode(
+        self, buffer: torch.Tensor, payload_bytes: int, layout: RecordLayout, draft: DraftRecord | None
+    ) -> dict[str, torch.Tensor]:
+        if payload_bytes != layout.payload_bytes:
+            raise ArtifactError(
+                expected=f"a raw record of {layout.payload_bytes} bytes",
+                found=f"{payload_bytes} bytes",
+                mend="make the pack again with `moespeq pack --force`",
+            )
+        return layout.views(buffer)
+
+
+RAW = RawEncoding()
+ENCODINGS: dict[str, TargetEncoding] = {encoding.name: encoding for encoding in (RAW, ResidualEncoding())}
+
+
+def encode_target(
+    encoding: TargetEncoding, weights: ExpertWeights, layout: RecordLayout, draft: DraftRecord | None
+) -> tuple[str, torch.Tensor]:
+    """One target record and the name of the encoding it ended up in."""
+    data = encoding.encode(weights, layout, draft)
+    if data is not None and (encoding.name == RAW.name or data.numel() < layout.payload_bytes):
+        return encoding.name, data
+    return RAW.name, layout.fill(target_tensors(weights))

@@ -1,0 +1,362 @@
+"""Target records that carry what the draft record does not tell: exact BF16 weights for about 9 bits each.
+
+A BF16 word is a high byte (sign and upper 7 bits of the exponent) and a low byte. The low byte is stored. The high
+byte is guessed, from the draft value where the code is not zero, and from the scale and a stored nibble where it is;
+what the guess gets wrong is listed. docs/format.md has the bytes. That a quantised model and an exact one can share
+their bits is in QStore (arXiv 2505.04081), SPEQ (2510.18525), NestedFP (2506.02024) and ZipMoE (2601.21198).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.artifacts.record import DraftRecord, RecordLayout, TensorField, align_up, target_tensors, unpack_codes
+from runtime.artifacts.unit_order import LANES, UNIT_WEIGHTS, tiles_and_units, unit_index
+from runtime.errors import ArtifactError
+from runtime.model.families import ExpertWeights
+
+BLOCK_UNITS = 8  # what a kernel copies and rebuilds at once
+_PIECE_BYTES = 16  # what block starts are counted in: the alignment of bulk copies
+_MOST_STEPS = 7  # below the scale's high byte, in three bits of a nibble
+_MEND = "make the pack again with `moespeq pack --force`"
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualCounts:
+    """What a residual record of an expert is made of.
+
+    Attributes:
+        weights: of both matrices.
+        zero_codes: weights whose code stands for zero.
+        exceptions: weights whose high byte is listed.
+        payload_bytes: of the record.
+    """
+
+    weights: int
+    zero_codes: int
+    exceptions: int
+    payload_bytes: int
+
+
+class ResidualEncoding:
+    """Low bytes, nibbles where the draft says zero, and a sorted list of wrong guesses."""
+
+    name = "residual"
+
+    def max_bytes(self, layout: RecordLayout) -> int:
+        """As `raw`, which a record that would become no shorter is stored as."""
+        return layout.payload_bytes
+
+    def encode(self, weights: ExpertWeights, layout: RecordLayout, draft: DraftRecord | None) -> Tensor | None:
+        """The payload, uint8 [payload_bytes]; None for other weights than BF16, or a draft `decode` would refuse."""
+        if draft is None or not _is_coded(layout, draft):
+            return None
+        tensors, views = target_tensors(weights), draft.views()
+        matrices = [_Matrix.of(field, views) for field in layout.fields if len(field.shape) == 2]
+        places = _Places.of(layout, matrices)
+        parts, starts = [], [places.begin // _PIECE_BYTES]
+        for matrix in matrices:
+            for block in _encode(matrix, tensors[matrix.name]):
+                parts.append(block)
+                starts.append(starts[-1] + len(block) // _PIECE_BYTES)
+        payload = np.concatenate((np.zeros(places.begin, np.uint8), *parts))
+        first = 0
+        for matrix, at in zip(matrices, places.tables, strict=True):
+            count = len(matrix.blocks)
+            payload[at : at + 4 * (count + 1)].view("<u4")[:] = starts[first : first + count + 1]
+            first += count
+        for field, at in places.biases:
+            payload[at : at + field.size_bytes] = tensors[field.name].contiguous().view(torch.uint8).numpy()
+        return torch.from_numpy(payload)
+
+    def decode(
+        self, buffer: Tensor, payload_bytes: int, layout: RecordLayout, draft: DraftRecord | None
+    ) -> dict[str, Tensor]:
+        """Exact `gate_up`, `down` and biases.
+
+        Raises:
+            ArtifactError: no draft record, or a payload that contradicts itself or the draft record.
+        """
+        return _Reader(buffer, payload_bytes, layout, draft).tensors()
+
+    def counts(
+        self, buffer: Tensor, payload_bytes: int, layout: RecordLayout, draft: DraftRecord | None
+    ) -> ResidualCounts:
+        """What a payload holds; raises as `decode`."""
+        return _Reader(buffer, payload_bytes, layout, draft).counts()
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A matrix of an expert, and what its draft says of it.
+
+    Attributes:
+        index: of its elements in unit order, see `unit_index`; the last row-major place stands for all padding.
+        draft: uint16 [rows * columns + 1], the draft value in BF16; where the code is zero, the scale.
+        zero: bool, the same, codes that stand for zero; padding counts as one.
+        zero_places: in unit order, of zero codes.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    index: Array
+    draft: Array
+    zero: Array
+    zero_places: Array
+
+    @classmethod
+    def of(cls, field: TensorField, views: dict[str, Tensor]) -> _Matrix:
+        rows, columns = field.shape
+        scales, zeros = views[f"{field.name}.scales"], views[f"{field.name}.zeros"]
+        codes = unpack_codes(views[f"{field.name}.codes"], columns).view(rows, scales.shape[1], -1)
+        steps = codes.to(torch.int16) - zeros[:, :, None]
+        is_zero = steps == 0
+        values = (steps + is_zero) * scales[:, :, None].float()
+        draft = np.append(values.bfloat16().view(torch.int16).numpy().view(np.uint16), np.uint16(0))
+        zero = np.append(is_zero.numpy(), True)
+        index = unit_index(rows, columns, field.name == "gate_up")
+        return cls(field.name, rows, columns, index, draft, zero, np.flatnonzero(zero[index]))
+
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """(first unit, units) of each block: at most 8 neighbouring units of one tile."""
+        tiles, units = tiles_and_units(self.rows, self.columns)
+        return [
+            (tile * units + first, min(BLOCK_UNITS, units - first))
+            for tile in range(tiles)
+            for first in range(0, units, BLOCK_UNITS)
+        ]
+
+    def zero_codes(self) -> Array:
+        """How many a unit has, int64 [units]."""
+        return np.bincount(self.zero_places // UNIT_WEIGHTS, minlength=len(self.index) // UNIT_WEIGHTS)
+
+    def high(self, low: Array, nibbles: Array) -> Array:
+        """The guess: uint16 [rows * columns + 1], high bytes.
+
+        Args:
+            low: uint16, the same, low bytes.
+            nibbles: uint8, one for each of `zero_places`.
+        """
+        high = (self.draft + np.uint16(127) - low) >> 8
+        at = self.index[self.zero_places]
+        scale = (self.draft[at] >> 8 & 127).astype(np.int16)
+        high[at] = (nibbles.astype(np.uint16) >> 3 << 7) | np.maximum(scale - (nibbles & 7), 0).astype(np.uint16)
+        return high
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where the fixed parts of a payload lie, each at a multiple of 64 bytes."""
+
+    tables: list[int]  # of the starts of a matrix's blocks
+    biases: list[tuple[TensorField, int]]
+    begin: int  # of the blocks
+
+    @classmethod
+    def of(cls, layout: RecordLayout, matrices: list[_Matrix]) -> _Places:
+        at = 0
+        tables, biases = [], []
+        for matrix in matrices:
+            tables.append(at)
+            at = align_up(at + 4 * (len(matrix.blocks) + 1), 64)
+        for field in layout.fields:
+            if len(field.shape) == 1:
+                biases.append((field, at))
+                at = align_up(at + field.size_bytes, 64)
+        return cls(tables, biases, at)
+
+
+class _Reader:
+    """A payload with its draft record; every place is checked before it is used."""
+
+    def __init__(self, buffer: Tensor, payload_bytes: int, layout: RecordLayout, draft: DraftRecord | None) -> None:
+        if draft is None or not _is_coded(layout, draft):
+            raise ArtifactError(
+                expected="the expert's draft record, in codes with finite scales, for a residual record",
+                found="none" if draft is None else "another draft",
+                mend="load the draft, or pack with --encoding raw",
+            )
+        if buffer.dtype != torch.uint8 or buffer.dim() != 1 or buffer.numel() < payload_bytes:
+            raise _wrong(f"{payload_bytes} bytes", f"{buffer.numel()} of {buffer.dtype}")
+        views = draft.views()
+        self._data = buffer[:payload_bytes].numpy()
+        self._layout = layout
+        self._matrices = [_Matrix.of(field, views) for field in layout.fields if len(field.shape) == 2]
+        self._places = _Places.of(layout, self._matrices)
+        if payload_bytes < self._places.begin:
+            raise _wrong(f"at least {self._places.begin} bytes", str(payload_bytes))
+
+    def tensors(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for matrix, blocks in self._parts():
+            count = matrix.rows * matrix.columns
+            low = np.zeros(count + 1, np.uint16)
+            low[matrix.index] = np.concatenate([block.low for block in blocks])
+            low[count] = 0
+            high = matrix.high(low, np.concatenate([block.nibbles for block in blocks]))
+            for (first, _), block in zip(matrix.blocks, blocks, strict=True):
+                high[matrix.index[first * UNIT_WEIGHTS + block.places]] = block.high
+            words = torch.from_numpy((high << 8 | low)[:count].view(np.int16))
+            found[matrix.name] = words.view(torch.bfloat16).view(matrix.rows, matrix.columns)
+        for field, at in self._places.biases:
+            part = torch.from_numpy(self._data[at : at + field.size_bytes].copy())
+            found[field.name] = part.view(torch.bfloat16).view(field.shape)
+        return {field.name: found[field.name] for field in self._layout.fields}
+
+    def counts(self) -> ResidualCounts:
+        zero = exceptions = weights = 0
+        for matrix, blocks in self._parts():
+            zero += int(matrix.zero[:-1].sum())
+            weights += matrix.rows * matrix.columns
+            exceptions += sum(len(block.places) for block in blocks)
+        return ResidualCounts(weights, zero, exceptions, len(self._data))
+
+    def _parts(self) -> Iterator[tuple[_Matrix, list[_Block]]]:
+        """Each matrix with its blocks, whose starts are checked."""
+        end = self._places.begin
+        for matrix, place in zip(self._matrices, self._places.tables, strict=True):
+            table = self._data[place : place + 4 * (len(matrix.blocks) + 1)].view("<u4").astype(np.int64) * _PIECE_BYTES
+            if table[0] != end or (np.diff(table) <= 0).any() or table[-1] > len(self._data):
+                raise _wrong(f"blocks of {matrix.name} one after the other from byte {end} on", "others")
+            end = int(table[-1])
+            counts = matrix.zero_codes()
+            yield (
+                matrix,
+                [
+                    _Block.read(
+                        self._data[table[n] : table[n + 1]],
+                        counts[first : first + units],
+                        f"block {n} of {matrix.name}",
+                    )
+                    for n, (first, units) in enumerate(matrix.blocks)
+                ],
+            )
+        if end != len(self._data):
+            raise _wrong(f"{end} bytes, where the last block ends", str(len(self._data)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A block taken apart.
+
+    Attributes:
+        low: uint8 [units * 2048], in unit order.
+        nibbles: uint8, one for each zero code.
+        places: int64 [n] of exceptions, unit * 2048 + element, ascending.
+        high: uint8 [n], their high bytes.
+    """
+
+    low: Array
+    nibbles: Array
+    places: Array
+    high: Array
+
+    @classmethod
+    def read(cls, data: Array, zero_codes: Array, where: str) -> _Block:
+        units = len(zero_codes)
+        table_at, words_at = units * UNIT_WEIGHTS, _table_end(units)
+        if len(data) < words_at:
+            raise _wrong(f"at least {words_at} bytes in {where}", str(len(data)))
+        table = data[table_at : table_at + 4 * (units + 1)].view("<u2").reshape(-1, 2).astype(np.int64)
+        words = _words(zero_codes)
+        if (table[:, 0] != words).any():
+            raise _wrong(f"nibbles for the {int(zero_codes.sum())} zero codes of {where}", "for others")
+        count, places_at = int(table[-1, 1]), words_at + 4 * int(words[-1])
+        high_at = places_at + 2 * count
+        if table[0, 1] != 0 or (np.diff(table[:, 1]) < 0).any() or align_up(high_at + count, _PIECE_BYTES) != len(data):
+            raise _wrong(f"exceptions that end with {where}", f"{count} in {len(data)} bytes")
+        within = data[places_at:high_at].view("<u2").astype(np.int64)
+        places = np.repeat(np.arange(units), np.diff(table[:, 1])) * UNIT_WEIGHTS + within
+        if (within >= UNIT_WEIGHTS).any() or (np.diff(places) <= 0).any():
+            raise _wrong(f"exceptions of {where} at ascending places below {UNIT_WEIGHTS}", "others")
+        packed = data[words_at:places_at]
+        nibbles = np.stack((packed & 15, packed >> 4), axis=1).reshape(-1)[_used(zero_codes, words)]
+        return cls(_from_pieces(data[:table_at], units), nibbles, places, data[high_at : high_at + count])
+
+    def write(self, zero_codes: Array) -> Array:
+        """The bytes, a multiple of 16 of them."""
+        units, words = len(zero_codes), _words(zero_codes)
+        nibbles = np.zeros(8 * words[-1], np.uint8)
+        nibbles[_used(zero_codes, words)] = self.nibbles
+        ends = np.searchsorted(self.places, UNIT_WEIGHTS * np.arange(units + 1))
+        table = np.stack((words, ends), axis=1).astype("<u2").view(np.uint8).reshape(-1)
+        listed = (self.places % UNIT_WEIGHTS).astype("<u2").view(np.uint8)
+        parts = (_to_pieces(self.low, units), _padded(table), nibbles[0::2] | (nibbles[1::2] << 4), listed, self.high)
+        return _padded(np.concatenate(parts))
+
+
+def _encode(matrix: _Matrix, weight: Tensor) -> Iterator[Array]:
+    """The blocks of one matrix."""
+    bits = np.append(weight.contiguous().view(torch.int16).numpy().view(np.uint16), np.uint16(0))
+    low, high = bits & 255, bits >> 8
+    at = matrix.index[matrix.zero_places]
+    steps = np.clip((matrix.draft[at] >> 8 & 127).astype(int) - (high[at] & 127), 0, _MOST_STEPS)
+    nibbles = np.where(at < len(bits) - 1, (high[at] >> 7 << 3) | steps, 0).astype(np.uint8)
+    wrong = matrix.high(low, nibbles) != high
+    wrong[-1] = False  # padding is never read
+    in_order, listed = low.astype(np.uint8)[matrix.index], np.flatnonzero(wrong[matrix.index])
+    counts, zero_ends = matrix.zero_codes(), np.append(0, np.cumsum(matrix.zero_codes()))
+    for first, units in matrix.blocks:
+        begin, end = first * UNIT_WEIGHTS, (first + units) * UNIT_WEIGHTS
+        places = listed[np.searchsorted(listed, begin) : np.searchsorted(listed, end)]
+        own = nibbles[zero_ends[first] : zero_ends[first + units]]
+        listed_high = high[matrix.index[places]].astype(np.uint8)
+        block = _Block(in_order[begin:end], own, places - begin, listed_high)
+        yield block.write(counts[first : first + units])
+
+
+def _is_coded(layout: RecordLayout, draft: DraftRecord) -> bool:
+    """Whether the weights are BF16 and the draft has codes for them, with scales that are numbers."""
+    views = draft.views()
+    matrices = [field for field in layout.fields if len(field.shape) == 2]
+    return all(
+        field.dtype == "BF16"
+        and f"{field.name}.codes" in views
+        and bool(views[f"{field.name}.scales"].isfinite().all())
+        for field in matrices
+    )
+
+
+def _words(zero_codes: Array) -> Array:
+    """Where each unit's nibbles begin, in words of 8, and where the last one's end."""
+    return np.append(0, np.cumsum(-(-zero_codes // 8)))
+
+
+def _used(zero_codes: Array, words: Array) -> Array:
+    """Which nibbles of a block's words belong to a zero code: bool [8 * words]."""
+    room = 8 * np.diff(words)
+    within = np.arange(8 * words[-1]) - np.repeat(8 * words[:-1], room)
+    used: Array = within < np.repeat(zero_codes, room)
+    return used
+
+
+def _to_pieces(low: Array, units: int) -> Array:
+    """Low bytes in unit order as lanes load them: [units][4 pieces of 2 steps][32 lanes][step, rh, lo, kh]."""
+    axes = low.reshape(units, LANES, 4, 2, 2, 2, 2)  # unit lane piece step kh rh lo
+    return np.ascontiguousarray(axes.transpose(0, 2, 1, 3, 5, 6, 4)).reshape(-1)
+
+
+def _from_pieces(data: Array, units: int) -> Array:
+    axes = data.reshape(units, 4, LANES, 2, 2, 2, 2)  # unit piece lane step rh lo kh
+    return axes.transpose(0, 2, 1, 3, 6, 4, 5).reshape(-1)
+
+
+def _table_end(units: int) -> int:
+    return align_up(units * UNIT_WEIGHTS + 4 * (units + 1), _PIECE_BYTES)
+
+
+def _padded(data: Array) -> Array:
+    return np.pad(data, (0, -len(data) % _PIECE_BYTES))
+
+
+def _wrong(expected: str, found: str) -> ArtifactError:
+    return ArtifactError(expected=f"a residual record with {expected}", found=found, mend=_MEND)
