@@ -72,6 +72,7 @@
 #include "few_tokens.cuh"
 
 static_assert(COMPUTE % TEAM == 0 && STAGE_UNITS % (2 * TEAM) == 0, "roles");
+static_assert(TEAMS > 1 ? FINISHERS >= TEAMS : FINISHERS <= RED_BUFFERS, "a finisher for each team, or a buffer for each finisher");
 
 __device__ __forceinline__ u32* sources() { return (u32*)(smem + OFF_SOURCE); }
 struct Warp { int warp, lane; };

@@ -17,6 +17,7 @@ _FINISHERS = 2
 _FIRST_CLAIM = 3  # tiles
 _RED_BUFFERS = 2
 _KEPT_UNITS = 2  # of a token's columns that a compute warp keeps in registers
+_WORTHWHILE_TOKENS = 8
 _FEWEST_STAGES, _MOST_STAGES = 2, 12  # of a team
 
 
@@ -55,8 +56,12 @@ def plan(layout: SlotLayout, max_tokens: int, experts_per_block: int, smem_limit
 
 
 def fits(layout: SlotLayout, smem_limit_bytes: int) -> bool:
-    """Whether a block of this kernel can compute such a layer with so much shared memory."""
-    return layout.form.is_coded and _smem_bytes(layout, TEAM, 1, _FEWEST_STAGES) <= smem_limit_bytes
+    """Whether a launch of this kernel can take 8 tokens of such a layer, or as many as its lists ever hold.
+
+    With fewer, the other kernel, which needs less shared memory a token, reads the experts less often.
+    """
+    tokens = max(1, min(_WORTHWHILE_TOKENS, MAX_PAIRS // layout.shape.top_k))
+    return layout.form.is_coded and _smem_bytes(layout, TEAM, tokens, _FEWEST_STAGES) <= smem_limit_bytes
 
 
 def _made(layout: SlotLayout, compute: int, tokens: int, stages: int, experts_per_block: int) -> FusedPlan:

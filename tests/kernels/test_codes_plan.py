@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moespeq_cli.bench.geometry import KNOWN, Geometry
 from runtime.errors import ShapeError
 from runtime.kernels import codes_plan, fused
 from runtime.kernels.catalog import A100, H200
 from runtime.kernels.compile import kernel_folder
 from runtime.kernels.device import Gpu
 from runtime.kernels.fused_config import FusedConfig
+from runtime.kernels.fused_plan import MAX_PAIRS, MAX_TOKENS
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.shape import ExpertShape, Kind, WeightForm
 from tests.kernels.host import cxx
@@ -54,9 +56,14 @@ def test_the_source_needs_what_the_plan_says(
     check: Path, shape: ExpertShape, form: WeightForm, limit: int, tokens: int
 ) -> None:
     layout = SlotLayout(shape, form)
-    if not codes_plan.fits(layout, limit):
-        with pytest.raises(ShapeError, match="shared memory"):
-            codes_plan.plan(layout, tokens, 0, limit)
+    worthwhile = max(1, min(8, MAX_PAIRS // shape.top_k))
+    try:
+        most = codes_plan.plan(layout, 8, 0, limit).max_tokens
+    except ShapeError as error:
+        assert "shared memory" in str(error)
+        most = 0
+    assert codes_plan.fits(layout, limit) == (most == worthwhile)
+    if most == 0:
         return
     chosen, one = codes_plan.plan(layout, tokens, 0, limit), codes_plan.plan(layout, 1, 0, limit)
     assert chosen.smem_bytes <= limit and chosen.threads <= 1024 and 1 <= chosen.max_tokens <= tokens
@@ -90,6 +97,16 @@ def test_a_layer_that_does_not_fit_roles_takes_the_other_kernel() -> None:
         codes_plan.plan(layout, 1, 0, 131072)
     small = replace(H200, smem_per_block_bytes=131072)
     assert fused.plan(layout, 1, FusedConfig(k_split=1), small).source.name == "moe_small.cu"
+
+
+@pytest.mark.parametrize("limit_bytes", [LIMITS["H200"], LIMITS["99 KiB"]], ids=["H200", "99 KiB"])
+@pytest.mark.parametrize("form", ["int4", "int8"])
+@pytest.mark.parametrize("geometry", KNOWN.values(), ids=KNOWN)
+def test_known_layers_take_8_tokens_a_launch(geometry: Geometry, form: Kind, limit_bytes: int) -> None:
+    gpu = replace(H200, smem_per_block_bytes=limit_bytes)
+    chosen = fused.plan(SlotLayout(geometry.shape, WeightForm(form)), MAX_TOKENS, FusedConfig(), gpu)
+    assert chosen.max_tokens >= 8
+    assert chosen.source.name == "moe_codes.cu" or (limit_bytes < LIMITS["H200"] and chosen.max_tokens == MAX_TOKENS)
 
 
 def test_takes_no_bf16() -> None:
