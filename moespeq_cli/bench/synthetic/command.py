@@ -41,9 +41,10 @@ def make_model(
     folder.refuse_existing(out)
     architecture = Architecture.of(config)
     stored_bytes = folder.needed_bytes(architecture)
-    files = len(folder.plan_shards(architecture))
+    count = len(folder.plan_shards(architecture))
+    files = f"{count} files" if count > 1 else "1 file"
     console.note(
-        f"{geometry}, {architecture.num_layers} layers: {format_size(stored_bytes)} in {files} files to {out}, "
+        f"{geometry}, {architecture.num_layers} layers: {format_size(stored_bytes)} in {files} to {out}, "
         f"then about {tokens} tokens through it and its INT4 draft"
     )
     with console.progress("GB written", stored_bytes / 1e9) as bar:
