@@ -63,7 +63,7 @@ class ResidualEncoding:
         places = _Places.of(layout, matrices)
         parts, starts = [], [places.begin // _PIECE_BYTES]
         for matrix in matrices:
-            for block in _encode(matrix, tensors[matrix.name]):
+            for block in _encode(matrix, tensors[matrix.name]).write(matrix):
                 parts.append(block)
                 starts.append(starts[-1] + len(block) // _PIECE_BYTES)
         payload = np.concatenate((np.zeros(places.begin, np.uint8), *parts))
@@ -197,14 +197,13 @@ class _Reader:
 
     def tensors(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for matrix, blocks in self._parts():
+        for matrix, parts in self._parts():
             count = matrix.rows * matrix.columns
             low = np.zeros(count + 1, np.uint16)
-            low[matrix.index] = np.concatenate([block.low for block in blocks])
+            low[matrix.index] = parts.low
             low[count] = 0
-            high = matrix.high(low, np.concatenate([block.nibbles for block in blocks]))
-            for (first, _), block in zip(matrix.blocks, blocks, strict=True):
-                high[matrix.index[first * UNIT_WEIGHTS + block.places]] = block.high
+            high = matrix.high(low, parts.nibbles)
+            high[matrix.index[parts.places]] = parts.high
             words = torch.from_numpy((high << 8 | low)[:count].view(np.int16))
             found[matrix.name] = words.view(torch.bfloat16).view(matrix.rows, matrix.columns)
         for field, at in self._places.biases:
@@ -214,43 +213,32 @@ class _Reader:
 
     def counts(self) -> ResidualCounts:
         zero = exceptions = weights = 0
-        for matrix, blocks in self._parts():
+        for matrix, parts in self._parts():
             zero += int(matrix.zero[:-1].sum())
             weights += matrix.rows * matrix.columns
-            exceptions += sum(len(block.places) for block in blocks)
+            exceptions += len(parts.places)
         return ResidualCounts(weights, zero, exceptions, len(self._data))
 
-    def _parts(self) -> Iterator[tuple[_Matrix, list[_Block]]]:
-        """Each matrix with its blocks, whose starts are checked."""
+    def _parts(self) -> Iterator[tuple[_Matrix, _Parts]]:
+        """Each matrix with what its blocks hold; their starts are checked."""
         end = self._places.begin
         for matrix, place in zip(self._matrices, self._places.tables, strict=True):
             table = self._data[place : place + 4 * (len(matrix.blocks) + 1)].view("<u4").astype(np.int64) * _PIECE_BYTES
             if table[0] != end or (np.diff(table) <= 0).any() or table[-1] > len(self._data):
                 raise _wrong(f"blocks of {matrix.name} one after the other from byte {end} on", "others")
             end = int(table[-1])
-            counts = matrix.zero_codes()
-            yield (
-                matrix,
-                [
-                    _Block.read(
-                        self._data[table[n] : table[n + 1]],
-                        counts[first : first + units],
-                        f"block {n} of {matrix.name}",
-                    )
-                    for n, (first, units) in enumerate(matrix.blocks)
-                ],
-            )
+            yield matrix, _Parts.read(self._data, table, matrix)
         if end != len(self._data):
             raise _wrong(f"{end} bytes, where the last block ends", str(len(self._data)))
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """A block taken apart.
+class _Parts:
+    """What the blocks of a matrix hold, together.
 
     Attributes:
         low: uint8 [units * 2048], in unit order.
-        nibbles: uint8, one for each zero code.
+        nibbles: uint8, one for each zero code, in unit order.
         places: int64 [n] of exceptions, unit * 2048 + element, ascending.
         high: uint8 [n], their high bytes.
     """
@@ -261,41 +249,67 @@ class _Block:
     high: Array
 
     @classmethod
-    def read(cls, data: Array, zero_codes: Array, where: str) -> _Block:
-        units = len(zero_codes)
-        table_at, words_at = units * UNIT_WEIGHTS, _table_end(units)
-        if len(data) < words_at:
-            raise _wrong(f"at least {words_at} bytes in {where}", str(len(data)))
-        table = data[table_at : table_at + 4 * (units + 1)].view("<u2").reshape(-1, 2).astype(np.int64)
+    def read(cls, data: Array, starts: Array, matrix: _Matrix) -> _Parts:
+        """Take the blocks at `starts` apart, int64 [blocks + 1], in bytes."""
+        first, units = np.array(matrix.blocks).T
+        zero_codes = matrix.zero_codes()
         words = _words(zero_codes)
-        if (table[:, 0] != words).any():
-            raise _wrong(f"nibbles for the {int(zero_codes.sum())} zero codes of {where}", "for others")
-        count, places_at = int(table[-1, 1]), words_at + 4 * int(words[-1])
+        tables_at = starts[:-1] + units * UNIT_WEIGHTS
+        words_at = starts[:-1] + _table_end(units)
+        places_at = words_at + 4 * (words[first + units] - words[first])
+        _require(places_at <= starts[1:], matrix, "room for low bytes, table and nibbles")
+        tables = _joined(data, tables_at, 4 * (units + 1)).view("<u2").reshape(-1, 2).astype(np.int64)
+        last = np.cumsum(units + 1) - 1  # row of each block's sums
+        begin = last - units
+        blocks = np.arange(len(units))
+        row_block = np.repeat(blocks, units + 1)
+        row_unit = np.arange(len(tables)) - row_block  # a block has a row more than units
+        rising = np.diff(tables[:, 1]) >= 0
+        rising[last[:-1]] = True  # the next block starts again
+        right = tables[:, 0] == words[row_unit] - words[first[row_block]]
+        _require(np.logical_and.reduceat(right, begin), matrix, "nibbles for the draft's zero codes")
+        count = tables[last, 1]
         high_at = places_at + 2 * count
-        if table[0, 1] != 0 or (np.diff(table[:, 1]) < 0).any() or align_up(high_at + count, _PIECE_BYTES) != len(data):
-            raise _wrong(f"exceptions that end with {where}", f"{count} in {len(data)} bytes")
-        within = data[places_at:high_at].view("<u2").astype(np.int64)
-        places = np.repeat(np.arange(units), np.diff(table[:, 1])) * UNIT_WEIGHTS + within
+        ends = align_up(high_at + count, _PIECE_BYTES) == starts[1:]
+        ends &= (tables[begin, 1] == 0) & np.logical_and.reduceat(np.append(rising, True), begin)
+        _require(ends, matrix, "exceptions that end where it ends")
+        within = _joined(data, places_at, 2 * count).view("<u2").astype(np.int64)
+        keep = np.ones(len(tables), bool)
+        keep[last] = False
+        of_unit = np.diff(tables[:, 1], append=0)[keep]
+        places = np.repeat(np.arange(len(of_unit)), of_unit) * UNIT_WEIGHTS + within
         if (within >= UNIT_WEIGHTS).any() or (np.diff(places) <= 0).any():
-            raise _wrong(f"exceptions of {where} at ascending places below {UNIT_WEIGHTS}", "others")
-        packed = data[words_at:places_at]
+            raise _wrong(f"exceptions of {matrix.name} at ascending places below {UNIT_WEIGHTS}", "others")
+        packed = _joined(data, words_at, places_at - words_at)
         nibbles = np.stack((packed & 15, packed >> 4), axis=1).reshape(-1)[_used(zero_codes, words)]
-        return cls(_from_pieces(data[:table_at], units), nibbles, places, data[high_at : high_at + count])
+        low = _from_pieces(_joined(data, starts[:-1], units * UNIT_WEIGHTS), len(of_unit))
+        return cls(low, nibbles, places, _joined(data, high_at, count))
 
-    def write(self, zero_codes: Array) -> Array:
-        """The bytes, a multiple of 16 of them."""
-        units, words = len(zero_codes), _words(zero_codes)
+    def write(self, matrix: _Matrix) -> Iterator[Array]:
+        """The bytes of each block, a multiple of 16 of them."""
+        zero_codes = matrix.zero_codes()
+        words = _words(zero_codes)
         nibbles = np.zeros(8 * words[-1], np.uint8)
         nibbles[_used(zero_codes, words)] = self.nibbles
-        ends = np.searchsorted(self.places, UNIT_WEIGHTS * np.arange(units + 1))
-        table = np.stack((words, ends), axis=1).astype("<u2").view(np.uint8).reshape(-1)
-        listed = (self.places % UNIT_WEIGHTS).astype("<u2").view(np.uint8)
-        parts = (_to_pieces(self.low, units), _padded(table), nibbles[0::2] | (nibbles[1::2] << 4), listed, self.high)
-        return _padded(np.concatenate(parts))
+        packed = nibbles[0::2] | (nibbles[1::2] << 4)
+        ends = np.searchsorted(self.places, UNIT_WEIGHTS * np.arange(len(words)))
+        low = _to_pieces(self.low, len(zero_codes))
+        within = (self.places % UNIT_WEIGHTS).astype("<u2")
+        for first, units in matrix.blocks:
+            rows = slice(first, first + units + 1)
+            begin, end = ends[first], ends[first + units]
+            table = np.stack((words[rows] - words[first], ends[rows] - begin), axis=1).astype("<u2").view(np.uint8)
+            parts = (
+                low[first * UNIT_WEIGHTS : (first + units) * UNIT_WEIGHTS],
+                _padded(table.reshape(-1)),
+                packed[4 * words[first] : 4 * words[first + units]],
+                within[begin:end].view(np.uint8),
+                self.high[begin:end],
+            )
+            yield _padded(np.concatenate(parts))
 
 
-def _encode(matrix: _Matrix, weight: Tensor) -> Iterator[Array]:
-    """The blocks of one matrix."""
+def _encode(matrix: _Matrix, weight: Tensor) -> _Parts:
     bits = np.append(weight.contiguous().view(torch.int16).numpy().view(np.uint16), np.uint16(0))
     low, high = bits & 255, bits >> 8
     at = matrix.index[matrix.zero_places]
@@ -303,15 +317,8 @@ def _encode(matrix: _Matrix, weight: Tensor) -> Iterator[Array]:
     nibbles = np.where(at < len(bits) - 1, (high[at] >> 7 << 3) | steps, 0).astype(np.uint8)
     wrong = matrix.high(low, nibbles) != high
     wrong[-1] = False  # padding is never read
-    in_order, listed = low.astype(np.uint8)[matrix.index], np.flatnonzero(wrong[matrix.index])
-    counts, zero_ends = matrix.zero_codes(), np.append(0, np.cumsum(matrix.zero_codes()))
-    for first, units in matrix.blocks:
-        begin, end = first * UNIT_WEIGHTS, (first + units) * UNIT_WEIGHTS
-        places = listed[np.searchsorted(listed, begin) : np.searchsorted(listed, end)]
-        own = nibbles[zero_ends[first] : zero_ends[first + units]]
-        listed_high = high[matrix.index[places]].astype(np.uint8)
-        block = _Block(in_order[begin:end], own, places - begin, listed_high)
-        yield block.write(counts[first : first + units])
+    places = np.flatnonzero(wrong[matrix.index])
+    return _Parts(low.astype(np.uint8)[matrix.index], nibbles, places, high[matrix.index[places]].astype(np.uint8))
 
 
 def _is_coded(layout: RecordLayout, draft: DraftRecord) -> bool:
@@ -350,12 +357,25 @@ def _from_pieces(data: Array, units: int) -> Array:
     return axes.transpose(0, 2, 1, 3, 6, 4, 5).reshape(-1)
 
 
-def _table_end(units: int) -> int:
-    return align_up(units * UNIT_WEIGHTS + 4 * (units + 1), _PIECE_BYTES)
+def _table_end(units: Array) -> Array:
+    """Where the nibbles begin in blocks of so many units."""
+    end: Array = -(-(units * UNIT_WEIGHTS + 4 * (units + 1)) // _PIECE_BYTES) * _PIECE_BYTES
+    return end
+
+
+def _joined(data: Array, starts: Array, sizes: Array) -> Array:
+    """The same part of every block, one after another."""
+    return np.concatenate([data[start : start + size] for start, size in zip(starts, sizes, strict=True)])
 
 
 def _padded(data: Array) -> Array:
     return np.pad(data, (0, -len(data) % _PIECE_BYTES))
+
+
+def _require(right: Array, matrix: _Matrix, what: str) -> None:
+    """Refuse a matrix whose blocks are not all right, with the number of the first."""
+    if not right.all():
+        raise _wrong(f"{what} in block {int(np.argmin(right))} of {matrix.name}", "others")
 
 
 def _wrong(expected: str, found: str) -> ArtifactError:
