@@ -8,9 +8,9 @@ quarter of the experts serves nearly every request. What is done instead, by mod
 * `tensors`: embeddings are independent Gaussians and two *anchor* channels that hold the same constants in every token.
   Only queries and keys read the anchors, as a constant pair whose score depends on the distance alone, through the
   rotary embedding: attention is a mean over the last five or six tokens with some noise from the tokens themselves; of
-  16384 tokens of context those more than 64 back weigh 4 % together at most. It is the slowly varying part of the stream; embeddings and experts are the part of the token's
-  own. Router rows are orthogonal, so no expert is preferred. Nothing writes to the anchors and nothing else reads
-  them, so no constant reaches the routers.
+  16384 tokens of context those more than 64 back weigh 4 % together at most. It is the slowly varying part of the
+  stream; embeddings and experts are the part of the token's own. Router rows are orthogonal, so no expert is preferred.
+  Nothing writes to the anchors and nothing else reads them, so no constant reaches the routers.
 * The head scores the successor of a token in one random cycle through all ids that have a text, with a margin that
   Gaussian noise from the context overcomes now and then. Greedy texts therefore neither stop nor run in small circles,
   and a draft is wrong at about one position in twenty.
