@@ -89,6 +89,13 @@ class StreamedLayer:
             outputs.append((result[0] if isinstance(result, tuple) else result)[0])
         return outputs
 
+    def drop(self) -> None:
+        """Give the layer's memory back. The model keeps its module, so nothing large may hang on that."""
+        self.experts = None
+        if self._fused is not None:
+            self._fused.compute = None  # knows this layer, and what observed it
+        loader.drop_module(self.module)
+
     def _compute(self, sequence: int, observe: Observer | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         def compute(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             places = assignments(top_k_index)
@@ -190,8 +197,9 @@ class LayerStream:
         """The layers in order; each is loaded when it comes and dropped when the next one is asked for."""
         for layer_id, module in enumerate(self._layers):
             loader.load_module(module, f"model.layers.{layer_id}", self.spec, self.checkpoint.read, self._names)
-            yield StreamedLayer(self, layer_id, module)
-            loader.drop_module(module)
+            layer = StreamedLayer(self, layer_id, module)
+            yield layer
+            layer.drop()
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,31 @@ def test_streamed_layers_give_the_librarys_logits(kind: str, tmp_path: Path) -> 
             expected = reference(tokens[None]).logits[0]
         assert torch.allclose(stream.logits(states), expected, atol=2e-4, rtol=1e-4)
     assert counts == {layer_id: 60 * spec.top_k for layer_id in spec.moe_layers}
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v2"])
+def test_a_layer_is_gone_when_the_next_one_is_asked_for(kind: str, tmp_path: Path) -> None:
+    """Its experts, what was made of them, its module's weights, and what observed it."""
+    tiny.save_tiny(kind, tmp_path, num_hidden_layers=4)
+    checkpoint = Checkpoint.open(tmp_path)
+    stream = LayerStream(checkpoint, describe(checkpoint))
+    hidden = stream.embed([torch.arange(20)])
+    before: list[weakref.ref[object]] = []
+    layers = stream.layers()
+    for _ in range(4):
+        layer = next(layers)
+        gc.collect()
+        assert [alive() for alive in before if alive() is not None] == []
+
+        def observe(trace: LayerTrace) -> None:
+            trace.intermediate(0)
+
+        hidden = layer.forward(hidden, observe)
+        held: list[object] = [observe, *layer.module.parameters()]
+        if layer.experts is not None:
+            held += [layer.experts.gate_proj, layer.experts.down_proj]
+        before = [weakref.ref(thing) for thing in held]
+        del held, observe, layer
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)

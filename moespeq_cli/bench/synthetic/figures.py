@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from moespeq_cli.quantize.scales import round_to_nearest, rtn_scales
 from runtime.artifacts.checkpoint import Checkpoint
 from runtime.artifacts.gptq_format import symmetric_zero
 from runtime.model.families import LayerExperts, MoeSpec, describe, read_expert
-from runtime.model.stream import LayerStream, StreamedLayer
+from runtime.model.stream import LayerStream
 
 BITS, GROUP_SIZE = 4, 128
 
@@ -71,16 +71,6 @@ class RoundedDraft:
         return LayerExperts(**stacked)
 
 
-class OneLayerStream(LayerStream):
-    """Layers whose experts are given back when the next one is asked for."""
-
-    def layers(self) -> Iterator[StreamedLayer]:
-        """The layers in order; the library's module keeps its layer reachable, so the experts are taken out of it."""
-        for layer in super().layers():
-            yield layer
-            layer.experts = None
-
-
 def rounded(weight: Tensor) -> Tensor:
     """[out, in] to the nearest INT4 code and back, float32; rows too short for a group have one scale."""
     size = GROUP_SIZE if weight.shape[1] % GROUP_SIZE == 0 else weight.shape[1]
@@ -115,7 +105,7 @@ def measure_routing(
     source, texts = read_texts(None, tokenizer, samples)
     made = make_sequences(source, texts, tokenizer, samples, seq_len, 0, int(checkpoint.config["vocab_size"]))
     sequences = [TextSequence("text", ids) for ids in made.ids]
-    stream = OneLayerStream(checkpoint, spec, dtype)
+    stream = LayerStream(checkpoint, spec, dtype)
     result = measure(stream, sequences, RoundedDraft(checkpoint, spec), "", 0, advance)
     return _figures(made.tokens, spec, result)
 
