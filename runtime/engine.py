@@ -65,7 +65,7 @@ class Engine:
         pack.check_dense()
         self.pack, self.settings, self.plan = pack, settings, plan
         dtype = compute_dtype(pack, settings)
-        set_threads(settings.threads, pack.target_slot_bytes)
+        set_threads(settings.threads, pack.target_layout.padded_bytes)
         started = time.perf_counter()
         self.host = Host(pack.config_folder, pack.spec, dtype, pack.read_dense, pack.dense_names())
         drafting = settings.speculate and settings.prefetch_window > 0

@@ -283,6 +283,9 @@ class _Parts:
         packed = _joined(data, words_at, places_at - words_at)
         nibbles = np.stack((packed & 15, packed >> 4), axis=1).reshape(-1)[_used(zero_codes, words)]
         low = _from_pieces(_joined(data, starts[:-1], units * UNIT_WEIGHTS), len(of_unit))
+        outside = matrix.index == matrix.rows * matrix.columns
+        if low[outside].any() or nibbles[outside[matrix.zero_places]].any() or outside[places].any():
+            raise _wrong(f"nothing behind the ends of {matrix.name}", "low bytes, nibbles or exceptions there")
         return cls(low, nibbles, places, _joined(data, high_at, count))
 
     def write(self, matrix: _Matrix) -> Iterator[Array]:

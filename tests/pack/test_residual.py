@@ -334,6 +334,25 @@ def test_a_payload_cut_anywhere_is_refused() -> None:
         RESIDUAL.decode(torch.cat((payload, torch.zeros(16, dtype=torch.uint8))), payload.numel() + 16, layout, draft)
 
 
+@pytest.mark.parametrize("part", ["low", "nibbles", "places"])
+def test_padding_that_holds_something_is_refused(part: str) -> None:
+    facts, formats = case(40, 10, (4, 2), (8, 1))
+    draft, layout = make_draft(facts, formats, 3, wild=False), target_layout(facts)
+    payload = RESIDUAL.encode(make_weights(facts, draft, 4, 0.05), layout, draft)
+    assert payload is not None
+    data = payload.numpy()
+    block = data[16 * int(data[:4].view("<u4")[0]) :]  # a unit of 2048, its table of 8 bytes and 8 zeros
+    words, listed = (int(number) for number in block[2052:2056].view("<u2"))
+    if part == "low":
+        block[1024] = 1  # lane 0 of step 4: column 64 of 40
+    elif part == "nibbles":
+        block[2064 + 4 * words - 4] |= 1
+    else:
+        block[2064 + 4 * words :][2 * listed - 2 : 2 * listed].view("<u2")[0] = 2047
+    with pytest.raises(ArtifactError, match="nothing behind the ends of gate_up"):
+        RESIDUAL.decode(payload, payload.numel(), layout, draft)
+
+
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_changed_bytes_give_an_error_or_other_weights_and_nothing_else(data: st.DataObject) -> None:
@@ -413,6 +432,16 @@ def test_the_drafts_that_records_lean_on_are_planned_and_measured(packs: dict[st
     assert report["plan"]["draft_bytes"] == pack.spec.num_records * pack.draft_slot_bytes
     assert report["measured_bytes"]["draft"] >= report["plan"]["draft_bytes"]
     assert decode(packs["raw"], prompt_of(3), 2, speculate=False).report["measured_bytes"]["draft"] == 0
+
+
+def test_threads_are_chosen_by_the_weights_not_by_the_record(
+    packs: dict[str, Pack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr("runtime.engine.set_threads", lambda _, expert_bytes: sizes.append(expert_bytes))
+    for pack in packs.values():
+        decode(pack, prompt_of(3), 1)
+    assert sizes[0] == sizes[1] == packs["raw"].target_slot_bytes
 
 
 def test_a_pack_whose_drafts_keep_their_weights_is_raw_throughout(tmp_path: Path) -> None:
