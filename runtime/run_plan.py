@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from runtime.artifacts.pack import Pack
+from runtime.artifacts.residual import WORK_BYTES
 from runtime.config import RunSettings
 from runtime.decode.bank import linear_bytes
 from runtime.memory.plan import MemoryPlan, make_plan
@@ -40,7 +41,7 @@ def plan_run(pack: Pack, settings: RunSettings) -> MemoryPlan:
     return make_plan(
         dense_bytes=dense,
         draft_bytes=(draft_bytes(pack, dtype) if settings.speculate and settings.prefetch_window else 0)
-        + (spec.num_records * pack.draft_slot_bytes if pack.leans_on_draft else 0),
+        + (record_bytes(pack) if pack.leans_on_draft else 0),
         kv_bytes_per_token=bytes_per_token(SimpleNamespace(**config), dtype),
         context_tokens=min(settings.context, context_limit(config)),
         slot_bytes=pack.target_slot_bytes,
@@ -50,6 +51,11 @@ def plan_run(pack: Pack, settings: RunSettings) -> MemoryPlan:
         cache_size=settings.expert_cache_size,
         max_parallel_transfers=settings.max_parallel_transfers,
     )
+
+
+def record_bytes(pack: Pack) -> int:
+    """Memory of all draft records, and of decoding one target record by its own."""
+    return pack.spec.num_records * pack.draft_slot_bytes + pack.spec.expert_parameters * WORK_BYTES
 
 
 def draft_bytes(pack: Pack, dtype: torch.dtype) -> int:

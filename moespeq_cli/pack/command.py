@@ -88,7 +88,7 @@ def _build(
         "encoding": manifest.encoding,
         "records": manifest.spec.num_records,
         "shards": manifest.num_shards,
-        "target_bytes": plan.target_bytes,
+        "target_bytes": sum(entry.size_bytes for name, entry in manifest.files.items() if name.startswith("target-")),
         "draft_bytes": plan.draft_bytes,
         "dense_bytes": plan.dense_bytes,
         "total_bytes": sum(entry.size_bytes for entry in manifest.files.values()),

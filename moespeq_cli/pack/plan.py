@@ -10,7 +10,7 @@ from moespeq_cli.pack.dense import model_files
 from moespeq_cli.pack.routing import load_routing
 from moespeq_cli.pack.striping import Routing, read_order, stripe
 from runtime.artifacts.checkpoint import Checkpoint
-from runtime.artifacts.encodings import ENCODINGS, TargetEncoding
+from runtime.artifacts.encodings import ENCODINGS, RAW, TargetEncoding
 from runtime.artifacts.gptq_format import effective_group_size
 from runtime.artifacts.manifest import MANIFEST, require_same_model, sha256_file
 from runtime.artifacts.quantized import LayerFormat, Quantized
@@ -94,10 +94,12 @@ class PackPlan:
         """The plan in words, for the user to read before work starts."""
         spec = self.spec
         how = "co-activation" if self.routing is not None else "round-robin"
+        most = "" if self.encoding is RAW else "at most "
         return [
             f"{spec.num_records} experts of {len(spec.moe_layers)} layers ({spec.model_type}, {spec.dtype}), "
             f"striped by {how} over {self.num_shards} shard{'s' if self.num_shards > 1 else ''} a side",
-            f"target {format_size(self.target_bytes)} ({self.encoding.name}), draft {format_size(self.draft_bytes)}, "
+            f"target {most}{format_size(self.target_bytes)} ({self.encoding.name}), "
+            f"draft {format_size(self.draft_bytes)}, "
             f"dense {format_size(self.dense_bytes)} in {len(self.dense)} tensors",
             f"to {self.folder}",
         ]

@@ -127,16 +127,19 @@ def _record_problems(
         if any(memoryview(data)[entry.payload_bytes :]):
             yield f"{where}: padding that is not zero"
         buffers[side] = torch.frombuffer(data, dtype=torch.uint8)
-    if not sound or checkpoint is None:
+    if not sound:
         return
     layout = pack.draft_layout(key[0])
-    weights = read_expert(checkpoint, pack.spec, *key)
     try:
         decoded = pack.decode_target(key, buffers["target"], DraftRecord(layout, buffers["draft"]))
-        equal = same_bits(decoded, target_tensors(weights))
     except MoespeqError as error:
         yield f"target record of {name_of(key)}: {error}"
-    else:
+        decoded = None
+    if checkpoint is None:
+        return
+    weights = read_expert(checkpoint, pack.spec, *key)
+    if decoded is not None:
+        equal = same_bits(decoded, target_tensors(weights))
         found.records_equal_to_source += equal
         if not equal:
             yield f"target record of {name_of(key)}: not the weights in {checkpoint.folder}"

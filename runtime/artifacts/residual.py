@@ -23,6 +23,7 @@ from runtime.model.families import ExpertWeights
 
 BLOCK_UNITS = 8  # what a kernel copies and rebuilds at once
 _PIECE_BYTES = 16  # what block starts are counted in: the alignment of bulk copies
+WORK_BYTES = 16  # for each weight of an expert, while one is decoded; half of it stays, as places in unit order
 _MOST_STEPS = 7  # below the scale's high byte, in three bits of a nibble
 _MEND = "make the pack again with `moespeq pack --force`"
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -194,6 +195,13 @@ class _Reader:
         self._places = _Places.of(layout, self._matrices)
         if payload_bytes < self._places.begin:
             raise _wrong(f"at least {self._places.begin} bytes", str(payload_bytes))
+        head = self._data[: self._places.begin].copy()
+        for matrix, at in zip(self._matrices, self._places.tables, strict=True):
+            head[at : at + 4 * (len(matrix.blocks) + 1)] = 0
+        for field, at in self._places.biases:
+            head[at : at + field.size_bytes] = 0
+        if head.any():
+            raise _wrong("zeros between its tables", "other bytes")
 
     def tensors(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -273,6 +281,9 @@ class _Parts:
         ends = align_up(high_at + count, _PIECE_BYTES) == starts[1:]
         ends &= (tables[begin, 1] == 0) & np.logical_and.reduceat(np.append(rising, True), begin)
         _require(ends, matrix, "exceptions that end where it ends")
+        gap = _joined(data, tables_at + 4 * (units + 1), words_at - tables_at - 4 * (units + 1))
+        if gap.any() or _joined(data, high_at + count, starts[1:] - high_at - count).any():
+            raise _wrong(f"zeros between the parts of {matrix.name}", "other bytes")
         within = _joined(data, places_at, 2 * count).view("<u2").astype(np.int64)
         keep = np.ones(len(tables), bool)
         keep[last] = False

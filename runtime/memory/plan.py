@@ -19,7 +19,7 @@ class MemoryPlan:
 
     Attributes:
         dense_bytes: all that is not a routed expert.
-        draft_bytes: the INT4 experts, 0 without speculation.
+        draft_bytes: the INT4 experts, 0 where neither speculation nor the target records need them.
         kv_bytes: the KV cache at its longest.
         cache_bytes: num_slots * slot_bytes.
         slot_bytes: one target expert, the largest record.

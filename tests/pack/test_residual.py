@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from runtime.errors import ArtifactError
 from runtime.model.families import ExpertWeights, MoeSpec
 from tests.decode.packs import assert_same, decode, prompt_of
 from tests.pack.fixtures import make_pack, save_quantized
+from tests.pack.test_damage import change_index
 from tests.tiny import save_tiny
 
 RESIDUAL = ResidualEncoding()
@@ -334,6 +336,24 @@ def test_a_payload_cut_anywhere_is_refused() -> None:
         RESIDUAL.decode(torch.cat((payload, torch.zeros(16, dtype=torch.uint8))), payload.numel() + 16, layout, draft)
 
 
+@pytest.mark.parametrize("place", ["head", "table", "end"])
+def test_gaps_that_hold_something_are_refused(place: str) -> None:
+    layout, draft, payload = encoded()
+    data = payload.numpy()
+    first, second = (16 * int(start) for start in data[:8].view("<u4"))
+    if place == "head":
+        data[4 * 5] = 1  # behind the four starts of gate_up's blocks and their end
+    elif place == "table":
+        data[first + 2 * 2048 + 4 * 3] = 1
+    else:
+        for block, end in ((first, second), (second, 16 * int(data[8:12].view("<u4")[0]))):
+            words, listed = (int(number) for number in data[block + 4096 + 8 : block + 4096 + 12].view("<u2"))
+            if (4096 + 16 + 4 * words + 3 * listed) % 16:
+                data[end - 1] = 1
+    with pytest.raises(ArtifactError, match="zeros between"):
+        RESIDUAL.decode(payload, payload.numel(), layout, draft)
+
+
 @pytest.mark.parametrize("part", ["low", "nibbles", "places"])
 def test_padding_that_holds_something_is_refused(part: str) -> None:
     facts, formats = case(40, 10, (4, 2), (8, 1))
@@ -407,9 +427,28 @@ def test_a_record_that_contradicts_itself_is_named(packs: dict[str, Pack]) -> No
     buffer = torch.frombuffer(
         bytearray(pread(place.path, place.offset_bytes, place.padded_bytes)), dtype=torch.uint8
     )  # fmt: skip
-    buffer[0] += 1
+    buffer[0] += 1  # of the first block's start
     with pytest.raises(ArtifactError, match=r"blocks of gate_up .*as target of layer 2, expert 5; found others"):
         pack.decode_target(key, buffer, drafts[key])
+
+
+def test_verification_decodes_without_the_source_too(packs: dict[str, Pack], tmp_path: Path) -> None:
+    """A record that was wrong when it was written has a right checksum."""
+    folder = Path(shutil.copytree(packs["residual"].folder, tmp_path / "pack"))
+    place = Pack.open(folder).target_location((1, 3))
+    data = bytearray(pread(place.path, place.offset_bytes, place.payload_bytes))
+    data[0] += 1
+    with place.path.open("r+b") as file:
+        file.seek(place.offset_bytes)
+        file.write(data)
+
+    def mend(index: dict[str, list[dict[str, Any]]]) -> None:
+        entry = next(e for e in index["target"] if (e["layer_id"], e["expert_id"]) == (1, 3))
+        entry["sha256"] = hashlib.sha256(data).hexdigest()
+
+    change_index(folder, mend)
+    problems = verify_pack(Pack.open(folder)).problems
+    assert any("target record of layer 1, expert 3: expected a residual record" in problem for problem in problems)
 
 
 @pytest.mark.parametrize(
@@ -429,8 +468,9 @@ def test_text_and_logits_are_those_of_the_raw_pack(packs: dict[str, Pack], way: 
 def test_the_drafts_that_records_lean_on_are_planned_and_measured(packs: dict[str, Pack]) -> None:
     pack = packs["residual"]
     report = decode(pack, prompt_of(3), 2, speculate=False).report
-    assert report["plan"]["draft_bytes"] == pack.spec.num_records * pack.draft_slot_bytes
-    assert report["measured_bytes"]["draft"] >= report["plan"]["draft_bytes"]
+    records = pack.spec.num_records * pack.draft_slot_bytes
+    assert report["measured_bytes"]["draft"] == records
+    assert report["plan"]["draft_bytes"] == records + 16 * pack.spec.expert_parameters
     assert decode(packs["raw"], prompt_of(3), 2, speculate=False).report["measured_bytes"]["draft"] == 0
 
 
