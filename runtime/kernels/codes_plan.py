@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from runtime.errors import ShapeError
-from runtime.kernels.compile import Source
 from runtime.kernels.fused_plan import COLUMNS, MAX_PAIRS, MAX_TOKENS, FusedPlan, layer_values, list_bytes, max_active
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.shape import ExpertShape
@@ -65,23 +64,20 @@ def fits(layout: SlotLayout, smem_limit_bytes: int) -> bool:
 
 
 def _made(layout: SlotLayout, compute: int, tokens: int, stages: int, experts_per_block: int) -> FusedPlan:
-    shape, smem_bytes = layout.shape, _smem_bytes(layout, compute, tokens, stages)
     values = layer_values(layout, tokens, experts_per_block) | {
         "COMPUTE": compute,
         "TEAM": TEAM,
         "FINISHERS": _FINISHERS,
         "STAGES": stages,
-        "EXPECTED_SHARED_BYTES": smem_bytes,
     }
-    return FusedPlan(
-        Source(SOURCE, tuple(values.items())),
+    return FusedPlan.of(
+        SOURCE,
+        layout,
         tokens,
-        tokens * shape.top_k,
-        32 * (compute + 1 + _FINISHERS),
-        compute // TEAM,
-        _FIRST_CLAIM,
-        shape.top_k * shape.moe_intermediate_size // 8,
-        smem_bytes,
+        values,
+        threads=32 * (compute + 1 + _FINISHERS),
+        most_first_claim=_FIRST_CLAIM,
+        smem_bytes=_smem_bytes(layout, compute, tokens, stages),
     )
 
 

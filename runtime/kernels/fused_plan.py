@@ -35,7 +35,6 @@ class FusedPlan:
         max_tokens: of one launch; more are computed by several.
         max_pairs: max_tokens * top_k, the rows of either buffer of h.
         threads: of a block.
-        teams: groups of warps of a block that take tiles of gate and up rows together.
         most_first_claim: tiles that a block may take at once when it starts.
         tiles_per_token: such tiles of all experts of one token.
         smem_bytes: dynamic shared memory of a block.
@@ -45,10 +44,33 @@ class FusedPlan:
     max_tokens: int
     max_pairs: int
     threads: int
-    teams: int
     most_first_claim: int
     tiles_per_token: int
     smem_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        source: str,
+        layout: SlotLayout,
+        tokens: int,
+        values: dict[str, int | str],
+        *,
+        threads: int,
+        most_first_claim: int,
+        smem_bytes: int,
+    ) -> FusedPlan:
+        """A variant of a source by its macros, to which the shared memory that it must need is added."""
+        shape = layout.shape
+        return cls(
+            Source(source, (*values.items(), ("EXPECTED_SHARED_BYTES", smem_bytes))),
+            tokens,
+            tokens * shape.top_k,
+            threads,
+            most_first_claim,
+            shape.top_k * shape.moe_intermediate_size // 8,
+            smem_bytes,
+        )
 
     def first_claim(self, num_tokens: int, num_blocks: int) -> int:
         """Tiles that each block takes at once when it starts: as many as it may, or a fair share of fewer."""
@@ -100,24 +122,21 @@ def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, smem_limit_by
     wanted = min(max_tokens, most)
     tokens = next(n for n in range(wanted, 0, -1) if _room(layout, split, n, smem_limit_bytes) >= needed)
     stages = config.stages or min(_room(layout, split, tokens, smem_limit_bytes), _MAX_STAGES)
-    smem_bytes = _smem_bytes(layout, split, tokens, stages)
     values = layer_values(layout, tokens, config.experts_per_block) | {
         "WARPS": split.warps,
         "TEAM": split.team,
         "PARTS": split.parts,
         "CHUNK": split.chunk,
         "STAGES": stages,
-        "EXPECTED_SHARED_BYTES": smem_bytes,
     }
-    return FusedPlan(
-        Source(SOURCE, tuple(values.items())),
+    return FusedPlan.of(
+        SOURCE,
+        layout,
         tokens,
-        tokens * shape.top_k,
-        split.warps * 32,
-        split.teams,
-        split.teams,
-        shape.top_k * shape.moe_intermediate_size // 8,
-        smem_bytes,
+        values,
+        threads=split.warps * 32,
+        most_first_claim=split.teams,
+        smem_bytes=_smem_bytes(layout, split, tokens, stages),
     )
 
 

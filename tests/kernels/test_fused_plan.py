@@ -84,7 +84,7 @@ def test_the_order_of_sums_does_not_depend_on_the_number_of_tokens(
         assert 1 <= chosen.max_tokens <= tokens
         assert chosen.smem_bytes <= limit_bytes and 2 <= own["STAGES"] <= MAX_STAGES
         assert chosen.max_pairs == own["MAX_PAIRS"] == chosen.max_tokens * shape.top_k <= max(128, shape.top_k)
-        assert chosen.teams * own["TEAM"] * 32 == chosen.threads == own["WARPS"] * 32
+        assert chosen.most_first_claim * own["TEAM"] * 32 == chosen.threads == own["WARPS"] * 32
 
 
 @given(shapes(), st.sampled_from(list(LIMITS.values())), st.sampled_from(["int4", "bf16"]))
@@ -178,7 +178,7 @@ def test_configurations_that_cannot_be_are_refused(field: dict[str, int]) -> Non
 
 def test_a_block_claims_no_more_than_its_share() -> None:
     chosen = plan(QWEN, COLUMNS, FusedConfig(), LIMITS["H200"])
-    assert chosen.teams == 2 and chosen.tiles_per_token == 4 * 176
+    assert chosen.most_first_claim == 2 and chosen.tiles_per_token == 4 * 176
     assert [chosen.first_claim(tokens, 132) for tokens in (1, 8)] == [2, 2]
     assert [chosen.first_claim(1, blocks) for blocks in (704, 703, 10_000)] == [1, 2, 1]
 
