@@ -12,9 +12,9 @@ from torch import Tensor
 
 from moespeq_cli.bench.tables import percent
 from moespeq_cli.profile.measure import TextSequence, measure
-from moespeq_cli.quantize.scales import round_to_nearest, rtn_scales
+from moespeq_cli.quantize.gptq import SolverSettings, round_solution
 from runtime.artifacts.checkpoint import Checkpoint
-from runtime.artifacts.gptq_format import symmetric_zero
+from runtime.artifacts.gptq_format import dequantize
 from runtime.model.families import LayerExperts, MoeSpec, describe, read_expert
 from runtime.model.stream import LayerStream
 
@@ -74,10 +74,8 @@ class RoundedDraft:
 def rounded(weight: Tensor) -> Tensor:
     """[out, in] to the nearest INT4 code and back, float32; rows too short for a group have one scale."""
     size = GROUP_SIZE if weight.shape[1] % GROUP_SIZE == 0 else weight.shape[1]
-    whole = weight[None].float()
-    scales = rtn_scales(whole, size, BITS)
-    codes = round_to_nearest(whole, scales, size, BITS)[0].float() - symmetric_zero(BITS)
-    return (codes.reshape(len(weight), -1, size) * scales[0].unsqueeze(-1)).flatten(1)
+    whole = round_solution(weight[None], SolverSettings(bits=BITS, group_size=size))
+    return dequantize(whole.codes, whole.scales, whole.zeros, size, torch.float32)[0]
 
 
 def measure_routing(
