@@ -69,8 +69,8 @@ class Engine:
         started = time.perf_counter()
         self.host = Host(pack.config_folder, pack.spec, dtype, pack.read_dense, pack.dense_names())
         drafting = settings.speculate and settings.prefetch_window > 0
-        self._bank = DraftBank(pack, dtype, settings.direct_io) if drafting else None
         self._drafts = DraftRecords(pack, settings.direct_io) if pack.leans_on_draft else None
+        self._bank = DraftBank(pack, dtype, settings.direct_io, self._drafts) if drafting else None
         self._store = RecordStore(pack.target_locations(), direct=settings.direct_io)
         try:
             pool = SlotPool(plan.num_slots, plan.slot_bytes)

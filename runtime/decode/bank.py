@@ -10,10 +10,9 @@ from torch.nn import functional as F
 
 from runtime.artifacts.pack import Pack
 from runtime.artifacts.record import LinearFormat, unpack_codes
+from runtime.decode.draft_records import DraftRecords, read_drafts
 from runtime.decode.route import RouteLog
 from runtime.memory.location import ExpertKey
-from runtime.memory.slots import SlotPool
-from runtime.memory.store import RecordStore
 from runtime.model.experts import ExpertMath, assignments, combine, rows_of
 
 INT4_GROUPS = (32, 64, 128, 256)
@@ -136,8 +135,10 @@ class DraftBank:
         routes: experts chosen since they were last taken.
     """
 
-    def __init__(self, pack: Pack, dtype: torch.dtype, direct_io: bool = True) -> None:
-        """Read all draft records and bring them into the form that computes fastest.
+    def __init__(
+        self, pack: Pack, dtype: torch.dtype, direct_io: bool = True, drafts: DraftRecords | None = None
+    ) -> None:
+        """Bring all draft records into the form that computes fastest; they are read unless `drafts` has them.
 
         Raises:
             ArtifactError: a record fails its checksum or its file is cut.
@@ -145,18 +146,11 @@ class DraftBank:
         self._experts: dict[ExpertKey, tuple[Linear, Linear]] = {}
         self.routes = RouteLog()
         self.num_bytes = 0
-        store = RecordStore(pack.draft_locations(), direct=direct_io)
-        slots = SlotPool(1, pack.draft_slot_bytes)
-        try:
-            for key in pack.spec.expert_keys():
-                store.read_into(key, slots.buffer(0))
-                views = pack.draft_layout(key[0]).views(slots.tensor(0))
-                fmt = pack.draft_format(key[0])
-                pair = make_linear(views, "gate_up", fmt.gate_up, dtype), make_linear(views, "down", fmt.down, dtype)
-                self._experts[key] = pair
-                self.num_bytes += sum(linear.num_bytes for linear in pair)
-        finally:
-            store.close()
+        for key, record in read_drafts(pack, 1, direct_io) if drafts is None else drafts.items():
+            views, fmt = record.views(), pack.draft_format(key[0])
+            pair = make_linear(views, "gate_up", fmt.gate_up, dtype), make_linear(views, "down", fmt.down, dtype)
+            self._experts[key] = pair
+            self.num_bytes += sum(linear.num_bytes for linear in pair)
 
     def compute(
         self, layer_id: int, math: ExpertMath, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, by_row: bool

@@ -1,6 +1,8 @@
-"""Every draft record as it was read: what target records lean on that carry only what the draft does not tell."""
+"""Draft records as read: for the draft, and for target records that carry only what the draft does not tell."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from runtime.artifacts.pack import Pack
 from runtime.artifacts.record import DraftRecord
@@ -9,7 +11,24 @@ from runtime.memory.slots import SlotPool
 from runtime.memory.store import RecordStore
 
 
-class DraftRecords:
+def read_drafts(pack: Pack, num_slots: int, direct_io: bool = True) -> Iterator[tuple[ExpertKey, DraftRecord]]:
+    """All draft records of a pack in order; each keeps its memory until `num_slots` more were read.
+
+    Raises:
+        ArtifactError: a record fails its checksum or its file is cut.
+    """
+    pool = SlotPool(num_slots, pack.draft_slot_bytes)
+    store = RecordStore(pack.draft_locations(), direct=direct_io)
+    try:
+        for number, key in enumerate(pack.spec.expert_keys()):
+            slot = number % num_slots
+            store.read_into(key, pool.buffer(slot))
+            yield key, DraftRecord(pack.draft_layout(key[0]), pool.tensor(slot))
+    finally:
+        store.close()
+
+
+class DraftRecords(dict[ExpertKey, DraftRecord]):
     """All draft records of a pack in memory.
 
     Attributes:
@@ -22,17 +41,5 @@ class DraftRecords:
         Raises:
             ArtifactError: a record fails its checksum or its file is cut.
         """
-        keys = pack.spec.expert_keys()
-        pool = SlotPool(len(keys), pack.draft_slot_bytes)
-        self._records: dict[ExpertKey, DraftRecord] = {}
-        self.num_bytes = pool.total_bytes
-        store = RecordStore(pack.draft_locations(), direct=direct_io)
-        try:
-            for slot, key in enumerate(keys):
-                store.read_into(key, pool.buffer(slot))
-                self._records[key] = DraftRecord(pack.draft_layout(key[0]), pool.tensor(slot))
-        finally:
-            store.close()
-
-    def __getitem__(self, key: ExpertKey) -> DraftRecord:
-        return self._records[key]
+        super().__init__(read_drafts(pack, pack.spec.num_records, direct_io))
+        self.num_bytes = pack.spec.num_records * pack.draft_slot_bytes
