@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from moespeq_cli import console
-from moespeq_cli.profile import charts, pictures, report
-from moespeq_cli.profile.measure import NEXT_LAYER_TOKENS, Measurement, TextSequence, measure
+from moespeq_cli.profile import charts, pictures, report, work
+from moespeq_cli.profile.backward import measure_sensitivity
+from moespeq_cli.profile.measure import NEXT_LAYER_TOKENS, Measurement, TextSequence, measure, prefix
+from moespeq_cli.profile.work import Work
 from runtime.artifacts.checkpoint import Checkpoint
 from runtime.artifacts.folder import check_free_space, claim_output, refuse_other_kind, refuse_strangers, write_guard
 from runtime.artifacts.manifest import (
@@ -25,7 +27,7 @@ from runtime.artifacts.manifest import (
     sha256_bytes,
     sha256_file,
 )
-from runtime.artifacts.profile import ROUTING, Profile, ProfileManifest
+from runtime.artifacts.profile import ROUTING, SENSITIVITY, Profile, ProfileManifest, SensitivityFigures
 from runtime.artifacts.quantized import Quantized
 from runtime.errors import ArtifactError
 from runtime.model.families import MoeSpec
@@ -47,6 +49,7 @@ class ProfileJob:
         quantized: the draft, or None to measure the target alone.
         dtype: of the arithmetic, a key of DTYPES.
         trace_tokens: how many tokens' choices are kept.
+        sensitivity_tokens: on how many tokens at most the backward pass goes; 0 leaves it out.
     """
 
     checkpoint: Checkpoint
@@ -56,6 +59,19 @@ class ProfileJob:
     quantized: Quantized | None
     dtype: str
     trace_tokens: int
+    sensitivity_tokens: int = 0
+
+    @property
+    def num_backward(self) -> int:
+        """How many first sequences the backward pass takes."""
+        lengths = [len(sequence.input_ids) for sequence in self.sequences]
+        return prefix(lengths, self.sensitivity_tokens) if self.sensitivity_tokens else 0
+
+    @property
+    def steps(self) -> int:
+        """Of the progress bar: layers forward, the comparison with the draft, layers and head backward."""
+        backward = self.spec.num_layers + 1 if self.num_backward else 0
+        return self.spec.num_layers + (self.quantized is not None) + backward
 
     def domains(self) -> dict[str, int]:
         """Tokens by domain."""
@@ -70,6 +86,7 @@ class ProfileJob:
         return {
             "dtype": self.dtype,
             "quantized": "none" if self.quantized is None else quantized_sha256(self.quantized),
+            "sensitivity_tokens": str(self.sensitivity_tokens),
             "text_digest": sha256_bytes(b"".join(rows)),
             "text_source": self.text_source,
             "trace_tokens": str(self.trace_tokens),
@@ -82,10 +99,15 @@ class ProfileJob:
         return copies * tokens * self.spec.hidden_size * DTYPES[self.dtype].itemsize
 
     def data_bytes(self) -> int:
-        """Size of the tensors, roughly, and room for the pictures."""
-        layers, experts = len(self.spec.moe_layers), self.spec.num_experts
+        """Size of the tensors, roughly, room for the pictures, and the unfinished work beside them."""
+        spec = self.spec
+        layers, experts = len(spec.moe_layers), spec.num_experts
         sums = 8 * layers * (experts * experts + len(self.domains()) * (experts + 32))
-        return sums + 4 * self.trace_tokens * layers * self.spec.top_k + 8_000_000
+        channels = 12 * layers * experts * (2 * spec.moe_intermediate_size + spec.hidden_size)
+        tokens = sum(len(sequence.input_ids) for sequence in self.sequences[: self.num_backward])
+        inputs = (spec.num_layers + 3) * tokens * spec.hidden_size * 4
+        unfinished = 2 * self.activation_bytes() + inputs + (channels if tokens else 0)
+        return sums + 4 * self.trace_tokens * layers * spec.top_k + 8_000_000 + unfinished
 
 
 def quantized_sha256(quantized: Quantized) -> str:
@@ -117,7 +139,8 @@ def open_draft(folder: Path | None, fallback: Path, model_digest: str) -> Quanti
 
 
 OWN_NAMES = re.compile(  # of what a profile's folder holds, finished or not
-    r"\.lock|routing\.safetensors(\.part)?|report\.html(\.part)?|[a-z0-9-]+\.png|(manifest|progress)\.json(\.part)?"
+    r"\.lock|work|(routing|sensitivity)\.safetensors(\.part)?|report\.html(\.part)?|[a-z0-9-]+\.png|"
+    r"(manifest|progress)\.json(\.part)?"
 )
 
 
@@ -149,35 +172,63 @@ def find_identical(out: Path, job: ProfileJob, force: bool) -> Profile | None:
     return profile
 
 
-def build(job: ProfileJob, out: Path) -> Profile:
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """All that the folder is written from."""
+
+    routing: Measurement
+    sensitivity: tuple[SensitivityFigures, dict[str, Tensor]] | None
+
+
+def build(job: ProfileJob, out: Path, force: bool = False) -> Profile:
     """Measure and write; what was in `out` stays as it is until the new data is complete.
 
+    Args:
+        job: what to measure.
+        out: the folder.
+        force: throw away what a stopped run had measured.
+
     Raises:
-        ArtifactError: another process is writing there.
+        ArtifactError: another process is writing there, or the folder holds work begun with other settings.
         StorageError: the disk is full or cannot be written.
     """
     check_free_space(out, job.data_bytes(), "the profile")
     with claim_output(out):
-        steps = job.spec.num_layers + (job.quantized is not None)
-        stream = LayerStream(job.checkpoint, job.spec, DTYPES[job.dtype])
-        with console.progress("profiling, layers", steps) as bar:
-            measurement = measure(
-                stream,
-                job.sequences,
-                job.quantized,
-                "" if job.quantized is None else quantized_sha256(job.quantized),
-                job.trace_tokens,
-                bar.advance,
-            )
+        place = out / work.FOLDER
+        if force:
+            work.remove(place)
+        unfinished = Work(place, {**job.settings(), "model": job.checkpoint.digest}, job.num_backward)
+        with console.progress("profiling, layers", job.steps) as bar:
+            measured = _measure(job, unfinished, bar)
         with write_guard("the profile", out):
-            return _write(job, measurement, out)
+            made = _write(job, measured, out)
+        unfinished.remove()
+        return made
 
 
-def _write(job: ProfileJob, measurement: Measurement, out: Path) -> Profile:
+def _measure(job: ProfileJob, unfinished: Work, bar: console.Progress) -> _Measured:
+    stream = LayerStream(job.checkpoint, job.spec, DTYPES[job.dtype])
+    draft = "" if job.quantized is None else quantized_sha256(job.quantized)
+    routing = measure(stream, job.sequences, job.quantized, draft, job.trace_tokens, bar.advance, unfinished)
+    if not job.num_backward:
+        return _Measured(routing, None)
+    if stream.dtype != torch.float32:
+        stream = LayerStream(job.checkpoint, job.spec, torch.float32)
+    names = sorted(job.domains())
+    sequences = job.sequences[: job.num_backward]
+    return _Measured(routing, measure_sensitivity(stream, sequences, names, unfinished, bar.advance))
+
+
+def _write(job: ProfileJob, measured: _Measured, out: Path) -> Profile:
     (out / MANIFEST).unlink(missing_ok=True)
-    for old in out.glob("heatmap-*.png"):  # of domains that this profile may not have
-        old.unlink()
-    _write_tensors(out / ROUTING, measurement.tensors)
+    for old in (*out.glob("*.png"), out / SENSITIVITY):  # of domains and measurements that this profile may not have
+        old.unlink(missing_ok=True)
+    routing, files = measured.routing, {}
+    _write_tensors(out / ROUTING, routing.tensors)
+    files[ROUTING] = FileEntry.of(out / ROUTING)
+    if measured.sensitivity is not None:
+        _write_tensors(out / SENSITIVITY, measured.sensitivity[1])
+        files[SENSITIVITY] = FileEntry.of(out / SENSITIVITY)
     manifest = ProfileManifest(
         model_digest=job.checkpoint.digest,
         model_type=job.spec.model_type,
@@ -186,13 +237,14 @@ def _write(job: ProfileJob, measurement: Measurement, out: Path) -> Profile:
         top_k=job.spec.top_k,
         domains=job.domains(),
         sequences={name: sum(s.domain == name for s in job.sequences) for name in job.domains()},
-        reuse_edges=measurement.edges,
-        trace_tokens=len(measurement.tensors["trace"]),
+        reuse_edges=routing.edges,
+        trace_tokens=len(routing.tensors["trace"]),
         settings=job.settings(),
-        files={ROUTING: FileEntry.of(out / ROUTING)},
-        draft=measurement.draft,
+        files=files,
+        draft=routing.draft,
+        sensitivity=None if measured.sensitivity is None else measured.sensitivity[0],
     )
-    profile = Profile(out, manifest, measurement.tensors)
+    profile = Profile(out, manifest, routing.tensors)
     _draw(profile, out)
     save_manifest(out, manifest)
     return profile

@@ -61,10 +61,18 @@ def profile(
     trace_tokens: Annotated[
         int, typer.Option("--trace-tokens", min=0, help="Tokens whose choices are recorded for replaying caches")
     ] = 16384,
+    sensitivity_tokens: Annotated[
+        int,
+        typer.Option(
+            "--sensitivity-tokens",
+            min=0,
+            help="Tokens at most on which the loss is differentiated to find what rounding hurts; 0 leaves it out",
+        ),
+    ] = 8192,
     as_json: options.Json = False,
     force: options.Force = False,
 ) -> None:
-    """Count which experts a model uses on given texts, and how well the draft foresees them"""
+    """Measure which experts a model uses, how well the draft foresees them, and what rounding would hurt"""
     from moespeq_cli.profile.build import STORED, ProfileJob, build, find_identical, open_draft
     from moespeq_cli.profile.texts import read_domains
     from moespeq_cli.quantize.calibrate import choose_seq_len
@@ -82,14 +90,18 @@ def profile(
     if quantized != "none":
         draft = open_draft(Path(quantized) if quantized else None, artifacts / "quantized", checkpoint.digest)
     arithmetic = STORED[spec.dtype] if dtype is Arithmetic.MODEL else dtype.value
-    job = ProfileJob(checkpoint, spec, sequences, source, draft, arithmetic, trace_tokens)
+    job = ProfileJob(checkpoint, spec, sequences, source, draft, arithmetic, trace_tokens, sensitivity_tokens)
     place = out or artifacts / "profile"
     made = find_identical(place, job, force)
     if made is not None:
         console.note(f"{place} holds this profile already; nothing to do (--force makes it again)")
     else:
         _announce(job, place)
-        made = build(job, place)
+        try:
+            made = build(job, place, force)
+        except KeyboardInterrupt:
+            console.note(f"finished layers are kept in {place}; repeat the command to go on")
+            raise
     _tell(made)
     console.emit(_result(made) if as_json else place, as_json)
 
@@ -111,6 +123,8 @@ def _announce(job: ProfileJob, place: Path) -> None:
         f"compared with {draft}; {job.dtype} arithmetic; one layer in memory, about {format_size(layer_bytes)}, and "
         f"{format_size(job.activation_bytes())} of hidden states; to {place}"
     )
+    if job.num_backward:
+        console.note(f"sensitivity by a backward pass over the first {job.num_backward} sequences, in float32")
 
 
 def _tell(made: Profile) -> None:
