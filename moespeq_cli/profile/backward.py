@@ -39,7 +39,7 @@ def measure_sensitivity(
     num_layers = stream.spec.num_layers
     stream.embed([sequence.input_ids for sequence in sequences])  # for masks and positions
     backward = SensitivityPass(stream, sequences, domain_names)
-    done = [int(name.rpartition(" ")[2]) for name in work.journal.done if name.startswith(f"{STEP} ")]
+    done = work.numbers(STEP)
     first = min(done, default=num_layers + 1)
     for _ in done:
         advance()

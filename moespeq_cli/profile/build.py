@@ -15,6 +15,7 @@ from moespeq_cli import console
 from moespeq_cli.profile import charts, pictures, report, work
 from moespeq_cli.profile.backward import measure_sensitivity
 from moespeq_cli.profile.measure import NEXT_LAYER_TOKENS, Measurement, TextSequence, measure, prefix
+from moespeq_cli.profile.probing import PROBE_COPIES, measure_probe
 from moespeq_cli.profile.work import Work
 from runtime.artifacts.checkpoint import Checkpoint
 from runtime.artifacts.folder import check_free_space, claim_output, refuse_other_kind, refuse_strangers, write_guard
@@ -27,7 +28,14 @@ from runtime.artifacts.manifest import (
     sha256_bytes,
     sha256_file,
 )
-from runtime.artifacts.profile import ROUTING, SENSITIVITY, Profile, ProfileManifest, SensitivityFigures
+from runtime.artifacts.profile import (
+    ROUTING,
+    SENSITIVITY,
+    ProbeFigures,
+    Profile,
+    ProfileManifest,
+    SensitivityFigures,
+)
 from runtime.artifacts.quantized import Quantized
 from runtime.errors import ArtifactError
 from runtime.model.families import MoeSpec
@@ -50,6 +58,8 @@ class ProfileJob:
         dtype: of the arithmetic, a key of DTYPES.
         trace_tokens: how many tokens' choices are kept.
         sensitivity_tokens: on how many tokens at most the backward pass goes; 0 leaves it out.
+        probe_tokens: on how many tokens at most one class of linears at a time is rounded; 0 leaves it out.
+        probe_problems: how many embedded problems are answered then; only for the embedded model.
     """
 
     checkpoint: Checkpoint
@@ -60,18 +70,28 @@ class ProfileJob:
     dtype: str
     trace_tokens: int
     sensitivity_tokens: int = 0
+    probe_tokens: int = 0
+    probe_problems: int = 0
 
     @property
     def num_backward(self) -> int:
         """How many first sequences the backward pass takes."""
+        return self._first(self.sensitivity_tokens)
+
+    @property
+    def num_probed(self) -> int:
+        """How many first sequences the probe takes."""
+        return self._first(self.probe_tokens)
+
+    def _first(self, max_tokens: int) -> int:
         lengths = [len(sequence.input_ids) for sequence in self.sequences]
-        return prefix(lengths, self.sensitivity_tokens) if self.sensitivity_tokens else 0
+        return prefix(lengths, max_tokens) if max_tokens else 0
 
     @property
     def steps(self) -> int:
-        """Of the progress bar: layers forward, the comparison with the draft, layers and head backward."""
-        backward = self.spec.num_layers + 1 if self.num_backward else 0
-        return self.spec.num_layers + (self.quantized is not None) + backward
+        """Of the progress bar: layers forward, the draft's logits, layers and head backward, layers and head probed."""
+        parts = (self.num_backward > 0) + (self.num_probed > 0)
+        return self.spec.num_layers + (self.quantized is not None) + parts * (self.spec.num_layers + 1)
 
     def domains(self) -> dict[str, int]:
         """Tokens by domain."""
@@ -87,6 +107,8 @@ class ProfileJob:
             "dtype": self.dtype,
             "quantized": "none" if self.quantized is None else quantized_sha256(self.quantized),
             "sensitivity_tokens": str(self.sensitivity_tokens),
+            "probe_tokens": str(self.probe_tokens),
+            "probe_problems": str(self.probe_problems),
             "text_digest": sha256_bytes(b"".join(rows)),
             "text_source": self.text_source,
             "trace_tokens": str(self.trace_tokens),
@@ -95,8 +117,9 @@ class ProfileJob:
     def activation_bytes(self) -> int:
         """Hidden states in memory at the worst time: before and after a layer, of the target and the draft."""
         copies = 3 if self.quantized is None else 5
-        tokens = sum(len(sequence.input_ids) for sequence in self.sequences)
-        return copies * tokens * self.spec.hidden_size * DTYPES[self.dtype].itemsize
+        routed = copies * sum(len(s.input_ids) for s in self.sequences) * DTYPES[self.dtype].itemsize
+        probed = PROBE_COPIES * sum(len(s.input_ids) for s in self.sequences[: self.num_probed]) * 4
+        return max(routed, probed) * self.spec.hidden_size
 
     def data_bytes(self) -> int:
         """Size of the tensors, roughly, room for the pictures, and the unfinished work beside them."""
@@ -178,6 +201,7 @@ class _Measured:
 
     routing: Measurement
     sensitivity: tuple[SensitivityFigures, dict[str, Tensor]] | None
+    probe: ProbeFigures | None
 
 
 def build(job: ProfileJob, out: Path, force: bool = False) -> Profile:
@@ -210,13 +234,17 @@ def _measure(job: ProfileJob, unfinished: Work, bar: console.Progress) -> _Measu
     stream = LayerStream(job.checkpoint, job.spec, DTYPES[job.dtype])
     draft = "" if job.quantized is None else quantized_sha256(job.quantized)
     routing = measure(stream, job.sequences, job.quantized, draft, job.trace_tokens, bar.advance, unfinished)
-    if not job.num_backward:
-        return _Measured(routing, None)
-    if stream.dtype != torch.float32:
-        stream = LayerStream(job.checkpoint, job.spec, torch.float32)
+    sensitivity, probe = None, None
     names = sorted(job.domains())
-    sequences = job.sequences[: job.num_backward]
-    return _Measured(routing, measure_sensitivity(stream, sequences, names, unfinished, bar.advance))
+    if stream.dtype != torch.float32 and job.num_backward + job.num_probed:
+        stream = LayerStream(job.checkpoint, job.spec, torch.float32)
+    if job.num_backward:
+        sequences = job.sequences[: job.num_backward]
+        sensitivity = measure_sensitivity(stream, sequences, names, unfinished, bar.advance)
+    if job.num_probed:
+        sequences = job.sequences[: job.num_probed]
+        probe = measure_probe(stream, sequences, names, job.probe_problems, unfinished, bar.advance)
+    return _Measured(routing, sensitivity, probe)
 
 
 def _write(job: ProfileJob, measured: _Measured, out: Path) -> Profile:
@@ -243,6 +271,7 @@ def _write(job: ProfileJob, measured: _Measured, out: Path) -> Profile:
         files=files,
         draft=routing.draft,
         sensitivity=None if measured.sensitivity is None else measured.sensitivity[0],
+        probe=measured.probe,
     )
     profile = Profile(out, manifest, routing.tensors)
     _draw(profile, out)

@@ -69,6 +69,24 @@ def profile(
             help="Tokens at most on which the loss is differentiated to find what rounding hurts; 0 leaves it out",
         ),
     ] = 8192,
+    probe_tokens: Annotated[
+        int,
+        typer.Option(
+            "--probe-tokens",
+            min=0,
+            help="Tokens at most on which one class of linears at a time is rounded to 8 and 4 bits and compared; 0 "
+            "leaves it out",
+        ),
+    ] = 0,
+    probe_problems: Annotated[
+        int,
+        typer.Option(
+            "--probe-problems",
+            min=0,
+            max=500,
+            help="Embedded problems to answer with each class rounded; the embedded model only",
+        ),
+    ] = 0,
     as_json: options.Json = False,
     force: options.Force = False,
 ) -> None:
@@ -90,7 +108,20 @@ def profile(
     if quantized != "none":
         draft = open_draft(Path(quantized) if quantized else None, artifacts / "quantized", checkpoint.digest)
     arithmetic = STORED[spec.dtype] if dtype is Arithmetic.MODEL else dtype.value
-    job = ProfileJob(checkpoint, spec, sequences, source, draft, arithmetic, trace_tokens, sensitivity_tokens)
+    if probe_problems:
+        _require_embedded(checkpoint.digest, probe_tokens)
+    job = ProfileJob(
+        checkpoint,
+        spec,
+        sequences,
+        source,
+        draft,
+        arithmetic,
+        trace_tokens,
+        sensitivity_tokens,
+        probe_tokens,
+        probe_problems,
+    )
     place = out or artifacts / "profile"
     made = find_identical(place, job, force)
     if made is not None:
@@ -104,6 +135,23 @@ def profile(
             raise
     _tell(made)
     console.emit(_result(made) if as_json else place, as_json)
+
+
+def _require_embedded(digest: str, probe_tokens: int) -> None:
+    from runtime.artifacts.checkpoint import Checkpoint
+    from runtime.errors import InputError
+
+    embedded = Checkpoint.open(options.model_folder(None)).digest
+    if digest != embedded:
+        raise InputError(
+            expected="--probe-problems with the embedded model, which was trained on such problems",
+            found="another model",
+            mend="leave --probe-problems out; --probe-tokens measures routing, logits and loss of any model",
+        )
+    if not probe_tokens:
+        raise InputError(
+            expected="--probe-tokens with --probe-problems", found="--probe-tokens 0", mend="pass --probe-tokens 8192"
+        )
 
 
 def _announce(job: ProfileJob, place: Path) -> None:

@@ -40,8 +40,11 @@ class Work:
 
     def last_done(self, step: str) -> int | None:
         """The greatest number n of which `step n` is marked."""
-        numbers = [int(name.rpartition(" ")[2]) for name in self.journal.done if name.rpartition(" ")[0] == step]
-        return max(numbers, default=None)
+        return max(self.numbers(step), default=None)
+
+    def numbers(self, step: str) -> list[int]:
+        """Every number n of which `step n` is marked."""
+        return [int(name.rpartition(" ")[2]) for name in self.journal.done if name.rpartition(" ")[0] == step]
 
     def save(self, step: str, number: int, tensors: dict[str, Tensor], **record: object) -> None:
         """Write the tensors of a step and mark it."""

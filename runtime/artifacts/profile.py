@@ -49,6 +49,32 @@ class SensitivityFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeRow:
+    """The model with the linears of one class rounded, compared with the model as it is; dicts by domain."""
+
+    module_class: str  # a key of moespeq_cli.profile.modules.CLASSES
+    bits: int
+    weights: int  # how many were rounded
+    agreement: dict[str, float | None]  # share of a token's experts that are chosen still, over all layers
+    same_set: dict[str, float | None]  # share of tokens, over all layers, whose experts are all the same
+    kl: dict[str, float | None]  # mean KL divergence of the next-token distribution from the model's, nats
+    greedy: dict[str, float | None]  # share of positions with the same most likely token
+    loss: dict[str, float | None]  # mean cross entropy of the text, nats a token
+    exact_match: float | None  # share of the embedded problems answered right; None where not measured
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeFigures:
+    """The direct probe: one class of linears rounded at a time."""
+
+    tokens: dict[str, int]
+    loss: dict[str, float | None]  # of the model as it is
+    problems: int  # embedded ones that were answered
+    exact_match: float | None  # of the model as it is
+    rows: tuple[ProbeRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ProfileManifest:
     """What `profile` promises to `pack`, `run` and `quantize`."""
 
@@ -68,6 +94,7 @@ class ProfileManifest:
     files: dict[str, FileEntry]
     draft: DraftFigures | None = None
     sensitivity: SensitivityFigures | None = None
+    probe: ProbeFigures | None = None
 
     @property
     def domain_names(self) -> tuple[str, ...]:

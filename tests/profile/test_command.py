@@ -135,3 +135,11 @@ def test_held_out_takes_the_embedded_evaluation_texts(base: list[object]) -> Non
     options = [*base[:-4], "--data", "held-out", "--samples", 12, "--seq-len", 64, "--json"]
     made = json.loads(call(*options).stdout)
     assert made["sequences"] == {"code": 4, "maths": 4, "prose": 4}
+
+
+def test_problems_are_for_the_embedded_model_and_go_with_a_probe(base: list[object], tmp_path: Path) -> None:
+    other = call(*base, "--probe-tokens", 50, "--probe-problems", 3)
+    assert isinstance(other.exception, InputError) and "embedded model" in str(other.exception)
+    alone = call("--artifacts", tmp_path / "artifacts", "--probe-problems", 3)
+    assert isinstance(alone.exception, InputError) and "--probe-tokens" in str(alone.exception)
+    assert not (tmp_path / "artifacts" / "profile").exists()
