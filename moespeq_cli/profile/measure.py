@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moespeq_cli.profile.outputs import OutputTally
 from moespeq_cli.profile.routing import (
     AgreementTally,
     RoutingTally,
@@ -226,7 +227,7 @@ class _Run:
 
     def _figures(self, target: list[Tensor], draft: list[Tensor], quantized_sha256: str) -> DraftFigures:
         agreement, agreement_next = self.agreement.shares().tolist(), self.agreement_next.shares().tolist()
-        outputs = [_Outputs() for _ in self.names]
+        outputs = [OutputTally() for _ in self.names]
         for domain, ours, theirs in zip(self.domain, target, draft, strict=True):
             for start in range(0, len(ours), LOGIT_ROWS):
                 rows = slice(start, start + LOGIT_ROWS)
@@ -241,24 +242,6 @@ class _Run:
             overlap={name: outputs[i].share(outputs[i].overlap) for i, name in by_name},
             compared_tokens={name: outputs[i].tokens for i, name in by_name},
         )
-
-
-class _Outputs:
-    """How alike two models' next-token distributions are, summed over positions."""
-
-    def __init__(self) -> None:
-        self.tokens, self.same, self.overlap = 0, 0.0, 0.0
-
-    def add(self, target: Tensor, draft: Tensor) -> None:
-        """Compare [T, vocab_size] logits."""
-        self.tokens += len(target)
-        self.same += int((target.argmax(-1) == draft.argmax(-1)).sum())
-        common = torch.minimum(target.float().softmax(-1), draft.float().softmax(-1))
-        self.overlap += float(common.sum(dtype=torch.float64))
-
-    def share(self, part: float) -> float | None:
-        """Of all positions; None where there was none."""
-        return part / self.tokens if self.tokens else None
 
 
 def _cast(experts: LayerExperts, dtype: torch.dtype) -> LayerExperts:
