@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from runtime.artifacts.heat import hottest
 from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
 from runtime.decode.bank import DraftBank
@@ -77,7 +78,9 @@ class Engine:
             small = plan.total_expert_bytes <= _CHECKED_AT_ONCE_BYTES
             if settings.check == "all" or (settings.check == "auto" and small):
                 self._store.check_all(pool.buffer(0))
-            policy = make_policy(settings.eviction, alpha=settings.alpha, beta=settings.beta, gamma=settings.gamma)
+            policy = make_policy(
+                settings.eviction, heat=pack.heat, alpha=settings.alpha, beta=settings.beta, gamma=settings.gamma
+            )
             self.cache = ExpertCache(self._store, pool, policy, settings.max_parallel_transfers)
         except BaseException:
             self._store.close()
@@ -85,6 +88,10 @@ class Engine:
         self.stats = DecodeStats(self.cache.stats)
         self._experts = TargetExperts(pack, self.cache, dtype, self._drafts, self.stats.trace if keep_trace else None)
         self._texts = 0
+        self._warm_rows: list[list[ExpertKey]] = []  # while the cache is filled for the first time
+        if settings.warm and pack.heat is not None:
+            self._warm_rows = [[key] for key in hottest(pack.heat, plan.num_slots)]
+            self.cache.announce(self._warm_rows)
         self.load_s = time.perf_counter() - started
 
     @property
@@ -180,8 +187,11 @@ class Engine:
         """The loop's target: write the KV of the prompt. Layers are fetched ahead where most experts will be met."""
         spec = self.pack.spec
         most = len(tokens) * spec.top_k >= 2 * spec.num_experts
-        fetch_rows = 0 if self.settings.prefetch == "none" else None
-        self.cache.announce([spec.expert_keys()] if most else [], fetch_rows)
+        if most:
+            self.cache.announce([spec.expert_keys()], 0 if self.settings.prefetch == "none" else None)
+        else:
+            self.cache.announce(self._warm_rows)
+        self._warm_rows = []
         self.host.prefill(tokens, self._experts)
         self._experts.routes.forget()
 
