@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import safetensors.torch
@@ -16,6 +16,7 @@ from moespeq_cli.profile import charts, pictures, report, work
 from moespeq_cli.profile.backward import measure_sensitivity
 from moespeq_cli.profile.measure import NEXT_LAYER_TOKENS, Measurement, TextSequence, measure, prefix
 from moespeq_cli.profile.probing import PROBE_COPIES, measure_probe
+from moespeq_cli.profile.replay import cache_curve
 from moespeq_cli.profile.work import Work
 from runtime.artifacts.checkpoint import Checkpoint
 from runtime.artifacts.folder import check_free_space, claim_output, refuse_other_kind, refuse_strangers, write_guard
@@ -273,6 +274,7 @@ def _write(job: ProfileJob, measured: _Measured, out: Path) -> Profile:
         sensitivity=None if measured.sensitivity is None else measured.sensitivity[0],
         probe=measured.probe,
     )
+    manifest = replace(manifest, cache=cache_curve(Profile(out, manifest, routing.tensors)))
     profile = Profile(out, manifest, routing.tensors)
     _draw(profile, out)
     save_manifest(out, manifest)

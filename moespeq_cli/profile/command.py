@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from runtime.artifacts.profile import Profile
 
 
+_TUNING = "Tuning of a run by a finished profile"
+
+
 class Arithmetic(enum.StrEnum):
     """In what the hidden states are computed."""
 
@@ -87,10 +90,52 @@ def profile(
             help="Embedded problems to answer with each class rounded; the embedded model only",
         ),
     ] = 0,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="Measure nothing; replay the routing that a finished profile recorded and write the best settings of "
+            "eviction and window as a deployment profile",
+            rich_help_panel=_TUNING,
+        ),
+    ] = False,
+    tune_cache: Annotated[
+        str,
+        typer.Option("--tune-cache", help="Expert cache to tune for, such as 25% or 12GB", rich_help_panel=_TUNING),
+    ] = "25%",
+    tune_out: Annotated[
+        Path | None,
+        typer.Option(
+            "--tune-out",
+            help="YAML file to write",
+            show_default="tuned.yaml in the artifacts folder",
+            rich_help_panel=_TUNING,
+        ),
+    ] = None,
+    pack: Annotated[
+        Path | None,
+        typer.Option(
+            "--pack",
+            help="Pack whose record sizes count",
+            show_default="pack/ in the artifacts folder, if it is of this model; else all experts are alike",
+            rich_help_panel=_TUNING,
+        ),
+    ] = None,
     as_json: options.Json = False,
     force: options.Force = False,
 ) -> None:
     """Measure which experts a model uses, how well the draft foresees them, and what rounding would hurt"""
+    if tune:
+        _tune(
+            out or artifacts / "profile",
+            tune_cache,
+            tune_out or artifacts / "tuned.yaml",
+            pack,
+            artifacts,
+            as_json,
+            force,
+        )
+        return
     from moespeq_cli.profile.build import STORED, ProfileJob, build, find_identical, open_draft
     from moespeq_cli.profile.texts import read_domains
     from moespeq_cli.quantize.calibrate import choose_seq_len
@@ -135,6 +180,46 @@ def profile(
             raise
     _tell(made)
     console.emit(_result(made) if as_json else place, as_json)
+
+
+def _tune(
+    place: Path, cache: str, target: Path, pack: Path | None, artifacts: Path, as_json: bool, force: bool
+) -> None:
+    import dataclasses
+
+    from moespeq_cli.profile import tune
+    from runtime.artifacts.profile import Profile
+    from runtime.errors import InputError
+
+    profile = Profile.open(place)
+    if target.exists() and not force:
+        raise InputError(
+            expected=f"no file at {target}", found="one", mend="pass --force to replace it, or another --tune-out"
+        )
+    sizes = _record_sizes(profile, pack, artifacts)
+    with console.progress("replays", tune.num_replays()) as bar:
+        found = tune.tune(profile, cache, sizes, bar.advance)
+    for line in tune.lines(found):
+        console.note(line)
+    tune.write_yaml(found, target, f"{profile.manifest.model_type}, digest {profile.manifest.model_digest[:16]}")
+    body = dataclasses.asdict(found) | {"grid": [[*point, size] for point, size in found.grid.items()]}
+    console.emit({"path": str(target), **body} if as_json else target, as_json)
+
+
+def _record_sizes(profile: Profile, pack: Path | None, artifacts: Path) -> dict[tuple[int, int], int] | None:
+    from runtime.artifacts.manifest import is_finished, require_same_model
+    from runtime.artifacts.pack import Pack
+
+    folder = pack or artifacts / "pack"
+    if pack is None and not is_finished(folder):
+        return None
+    opened = Pack.open(folder)
+    if pack is not None:
+        require_same_model("pack", folder, opened.manifest.model_digest, profile.manifest.model_digest)
+    if opened.manifest.model_digest != profile.manifest.model_digest:
+        console.note(f"{folder} is of another model: all experts count alike")
+        return None
+    return {key: place.padded_bytes for key, place in opened.target_locations().items()}
 
 
 def _require_embedded(digest: str, probe_tokens: int) -> None:

@@ -75,6 +75,17 @@ class ProbeFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheCurve:
+    """Hit rates that the recorded routing would have in caches of several sizes, without prefetching."""
+
+    tokens: int  # replayed ones
+    window: int  # tokens that "lookahead" sees, the running one included
+    foresight: str  # of "lookahead": "draft", its own routing, or "target", as if the draft were always right
+    slots: tuple[int, ...]
+    hits: dict[str, tuple[float, ...]]  # by policy: lru, lookahead, belady
+
+
+@dataclass(frozen=True, slots=True)
 class ProfileManifest:
     """What `profile` promises to `pack`, `run` and `quantize`."""
 
@@ -95,6 +106,7 @@ class ProfileManifest:
     draft: DraftFigures | None = None
     sensitivity: SensitivityFigures | None = None
     probe: ProbeFigures | None = None
+    cache: CacheCurve | None = None
 
     @property
     def domain_names(self) -> tuple[str, ...]:
