@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moespeq_cli import console
-from moespeq_cli.profile import charts, pictures, report, work
+from moespeq_cli.profile import charts, charts_sensitivity, pictures, report, work
 from moespeq_cli.profile.backward import measure_sensitivity
 from moespeq_cli.profile.measure import NEXT_LAYER_TOKENS, Measurement, TextSequence, measure, prefix
 from moespeq_cli.profile.probing import PROBE_COPIES, measure_probe
@@ -288,8 +288,21 @@ def _draw(profile: Profile, out: Path) -> None:
         return
     for heatmap in charts.heatmaps(profile):
         pictures.save_heatmap(heatmap, out)
-    for chart in charts.line_charts(profile):
-        pictures.save_lines(chart, out)
+    lines = [
+        *charts.line_charts(profile),
+        charts_sensitivity.cache_chart(profile),
+        charts_sensitivity.divergence_chart(profile),
+    ]
+    for chart in lines:
+        if chart is not None:
+            pictures.save_lines(chart, out)
+    matrices = charts_sensitivity.coactivation_charts(profile)
+    pictures.save_matrices(matrices, out, "coactivation", "Experts chosen together, relative to chance")
+    if profile.manifest.sensitivity is not None:
+        sensitivity = profile.sensitivity()
+        pictures.save_bars(charts_sensitivity.class_bars(sensitivity), out)
+        pictures.save_bars(charts_sensitivity.layer_bars(profile, sensitivity), out)
+        pictures.save_heatmap(charts_sensitivity.expert_heatmap(profile, sensitivity), out)
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
