@@ -39,7 +39,8 @@ def save_heatmap(chart: Heatmap, folder: Path) -> Path:
     labels = chart.bar_labels()
     bar = figure.colorbar(image, ax=axes, ticks=[power for power, _ in labels], pad=0.02)
     bar.ax.set_yticklabels([label for _, label in labels])
-    bar.set_label("relative to balance (grey: never used)" if _has_unused(chart) else "relative to balance")
+    what = "relative to balance" if chart.balance == "balanced" else f"relative to {chart.balance}"
+    bar.set_label(f"{what} (grey: never used)" if _has_unused(chart) else what)
     return _save(figure, folder, chart.name)
 
 

@@ -112,7 +112,8 @@ ahead here: a prefetch moves a read in time and saves none.
 """
 
 DIVERGENCE = """
-Where the lines are low, one profile stands for both domains; where they are high, it does not.
+0 is the same use, 1 bit nothing in common. Where the lines are low, one profile stands for both domains; where they are
+high, it does not.
 """
 
 SERVING = """
