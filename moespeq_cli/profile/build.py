@@ -171,12 +171,15 @@ OWN_NAMES = re.compile(  # of what a profile's folder holds, finished or not
 def find_identical(out: Path, job: ProfileJob, force: bool) -> Profile | None:
     """The finished profile in `out` if it is what the job would make; None where the way is free.
 
+    It is free, too, where another profile lies but the job was begun to replace it (with --force) and stopped.
+
     Raises:
         ArtifactError: another artifact is there, and it is not to be replaced.
     """
     refuse_other_kind(out, ProfileManifest.KIND)
     refuse_strangers(out, OWN_NAMES, "profile")
-    if force or not is_finished(out):
+    wanted = {**job.settings(), "model": job.checkpoint.digest}
+    if force or not is_finished(out) or work.begun_with(out / work.FOLDER, wanted):
         return None
     try:
         profile = Profile.open(out)
@@ -184,7 +187,6 @@ def find_identical(out: Path, job: ProfileJob, force: bool) -> Profile | None:
         raise ArtifactError(
             expected=error.expected, found=error.found, mend="choose another --out, or replace this with --force"
         ) from error
-    wanted = {**job.settings(), "model": job.checkpoint.digest}
     present = {**profile.manifest.settings, "model": profile.manifest.model_digest}
     for name in sorted(wanted):
         if wanted[name] != present.get(name):

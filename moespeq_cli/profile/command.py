@@ -176,7 +176,7 @@ def profile(
         try:
             made = build(job, place, force)
         except KeyboardInterrupt:
-            console.note(f"finished layers are kept in {place}; repeat the command to go on")
+            console.note(f"finished layers are kept in {place}; repeat the command, without --force, to go on")
             raise
     _tell(made)
     console.emit(_result(made) if as_json else place, as_json)

@@ -218,24 +218,23 @@ def _probe(profile: Profile) -> str:
     if probe is None:
         return ""
     names = [name for name in profile.manifest.domain_names if probe.tokens[name]]
-    head = ["class", "bits", "weights"]
-    for what in ("other experts", "any other", "KL", "loss"):
-        head += [f"{what}, {name}" for name in names]
-    rows = []
+    routing, outputs = [], []
     for row in probe.rows:
-        cells = [CLASSES[row.module_class], str(row.bits), str(row.weights)]
-        cells += [percent(_less(row.agreement[name])) for name in names]
-        cells += [percent(_less(row.same_set[name])) for name in names]
+        cells = [CLASSES[row.module_class], str(row.bits)]
+        shares = [percent(_less(part[name])) for part in (row.agreement, row.same_set) for name in names]
+        routing.append([*cells, str(row.weights), *shares])
         cells += ["n/a" if (kl := row.kl[name]) is None else f"{kl:.5f}" for name in names]
         cells += [_change(row.loss[name], probe.loss[name]) for name in names]
-        rows.append([*cells, percent(row.exact_match)] if probe.problems else cells)
+        outputs.append([*cells, percent(row.exact_match)] if probe.problems else cells)
+    heads = [[f"{what}, {name}" for name in names] for what in ("other experts", "any other", "KL", "added loss")]
+    routing_head = ["class", "bits", "weights", *heads[0], *heads[1]]
+    outputs_head = ["class", "bits", *heads[2], *heads[3], *(["problems right"] if probe.problems else [])]
     answers = ""
     if probe.problems:
-        head.append("problems right")
         answers = f" It answers {percent(probe.exact_match)} of {probe.problems} held-out problems."
     losses = ", ".join(f"{loss:.4f} ({escape(name)})" for name, loss in probe.loss.items() if loss is not None)
     words = PROBE.format(tokens=sum(probe.tokens.values()), loss=losses, answers=answers)
-    return f"<p>{words}</p>" + table(head, rows)
+    return f"<p>{words}</p><h3>Routing</h3>{table(routing_head, routing)}<h3>Outputs</h3>{table(outputs_head, outputs)}"
 
 
 def _less(share: float | None) -> float | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moespeq_cli.quantize.folder import save_tensors
 from runtime.artifacts.folder import write_guard
-from runtime.artifacts.manifest import Journal
+from runtime.artifacts.manifest import PROGRESS, Journal, read_json
 from runtime.errors import ArtifactError
 
 FOLDER = "work"
@@ -102,10 +102,21 @@ class Work:
         return self.folder / f"{step.replace(' ', '-')}-{number:05d}.safetensors"
 
 
+def begun_with(folder: Path, settings: dict[str, str]) -> bool:
+    """Whether the folder holds unfinished work of these settings."""
+    if not (folder / PROGRESS).is_file():
+        return False
+    try:
+        body = read_json(folder / PROGRESS, "a progress file")
+    except ArtifactError:
+        return False
+    return isinstance(body, dict) and body.get("settings") == settings
+
+
 def remove(folder: Path) -> None:
     """Remove unfinished work, the journal last, so that what a kill leaves is still known for what it is."""
     if folder.is_dir():
         with write_guard("unfinished work", folder):
-            for path in sorted(folder.iterdir(), key=lambda path: path.name == "progress.json"):
+            for path in sorted(folder.iterdir(), key=lambda path: path.name == PROGRESS):
                 path.unlink()
             shutil.rmtree(folder)

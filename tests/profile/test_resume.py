@@ -112,6 +112,25 @@ def test_work_begun_with_other_settings_is_refused_until_forced(
     assert contents(build(job, tmp_path / "profile", force=True).folder) == whole
 
 
+def test_a_stopped_replacement_goes_on_without_force(
+    job: ProfileJob, model: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old profile is whole until then, and still in the way of a job that was not begun."""
+    old = job_of(model, None)
+    folder = build(old, tmp_path / "profile").folder
+    with pytest.raises(ArtifactError, match="quantized"):
+        stage.find_identical(folder, job, force=False)
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        stop_at(patch, "save", 7, "after")
+        build(job, folder, force=True)
+    assert Profile.open(folder, verify=True).manifest.draft is None
+    assert stage.find_identical(folder, job, force=False) is None
+    with pytest.raises(ArtifactError, match="trace_tokens"):
+        stage.find_identical(folder, job_of(model, None, trace_tokens=9), force=False)
+    assert contents(build(job, folder).folder) == whole
+    assert stage.find_identical(folder, job, force=False) is not None
+
+
 def test_lost_work_is_named(job: ProfileJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(Stop):
         stop_at(patch, "save", 4, "after")
