@@ -272,7 +272,17 @@ def _tell(made: Profile) -> None:
                 f", routing agreement {percent(draft.agreement[name])}, same greedy token {percent(draft.greedy[name])}"
             )
         console.note(line)
+    if made.manifest.sensitivity is not None:
+        scores = _layer_scores(made)
+        order = sorted(scores, key=lambda layer: (-scores[layer], layer))
+        more = " ..." if len(order) > 8 else ""
+        console.note(f"layers by what rounding their experts hurts: {', '.join(map(str, order[:8]))}{more}")
     console.note(f"report: {made.folder / 'report.html'}")
+
+
+def _layer_scores(made: Profile) -> dict[int, float]:
+    sensitivity = made.sensitivity()
+    return {layer: sensitivity.experts_of(layer) for layer in made.manifest.moe_layers}
 
 
 def _result(made: Profile) -> dict[str, object]:
@@ -287,4 +297,7 @@ def _result(made: Profile) -> dict[str, object]:
         "routing_agreement_next_layer": None if draft is None else draft.agreement_next,
         "greedy_agreement": None if draft is None else draft.greedy,
         "sampled_acceptance": None if draft is None else draft.overlap,
+        "sensitivity_by_layer": None
+        if manifest.sensitivity is None
+        else {str(layer): score for layer, score in _layer_scores(made).items()},
     }

@@ -74,8 +74,13 @@ def test_finds_the_draft_beside_it(base: list[object], quantized: Path, tmp_path
     assert set(value["routing_agreement"]) == {"mixed", "prose", "shell"}
     assert all(0.2 < share <= 1 for share in value["routing_agreement"].values())
     assert "routing agreement" in result.stderr and "bfloat16 arithmetic" in result.stderr
-    without = call(*base, "--quantized", "none", "--out", tmp_path / "bare", "--json")
+    scores = value["sensitivity_by_layer"]
+    order = sorted(scores, key=lambda layer: -scores[layer])
+    assert len(scores) == 3 and f"rounding their experts hurts: {', '.join(order)}\n" in result.stderr
+    bare = ["--quantized", "none", "--sensitivity-tokens", 0, "--out", tmp_path / "bare"]
+    without = call(*base, *bare, "--json")
     assert json.loads(without.stdout)["routing_agreement"] is None
+    assert json.loads(without.stdout)["sensitivity_by_layer"] is None and "hurts" not in without.stderr
 
 
 def test_a_draft_of_another_model_is_passed_over_or_refused(
