@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from runtime.artifacts.record import DraftRecord, RecordLayout, target_tensors
-from runtime.artifacts.residual import ResidualEncoding
+from runtime.artifacts.residual_decoder import FastResidualEncoding
 from runtime.errors import ArtifactError
 from runtime.model.families import ExpertWeights
 
@@ -29,9 +29,21 @@ class TargetEncoding(Protocol):
         """The payload, uint8 [payload_bytes]; None asks for `raw` instead."""
 
     def decode(
-        self, buffer: torch.Tensor, payload_bytes: int, layout: RecordLayout, draft: DraftRecord | None
+        self,
+        buffer: torch.Tensor,
+        payload_bytes: int,
+        layout: RecordLayout,
+        draft: DraftRecord | None,
+        room: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """Exact `gate_up`, `down` and biases from a payload and, where the encoding needs it, the draft record.
+
+        Args:
+            buffer: uint8 [>= payload_bytes]; the tensors may be views of it.
+            payload_bytes: of the record.
+            layout: of raw records.
+            draft: the expert's.
+            room: uint8 [>= layout.payload_bytes] for the tensors, so that none is allocated; they may be elsewhere.
 
         Raises:
             ArtifactError: the payload contradicts itself or the draft record.
@@ -50,7 +62,12 @@ class RawEncoding:
         return layout.fill(target_tensors(weights))
 
     def decode(
-        self, buffer: torch.Tensor, payload_bytes: int, layout: RecordLayout, draft: DraftRecord | None
+        self,
+        buffer: torch.Tensor,
+        payload_bytes: int,
+        layout: RecordLayout,
+        draft: DraftRecord | None,
+        room: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         if payload_bytes != layout.payload_bytes:
             raise ArtifactError(
@@ -62,7 +79,7 @@ class RawEncoding:
 
 
 RAW = RawEncoding()
-ENCODINGS: dict[str, TargetEncoding] = {encoding.name: encoding for encoding in (RAW, ResidualEncoding())}
+ENCODINGS: dict[str, TargetEncoding] = {encoding.name: encoding for encoding in (RAW, FastResidualEncoding())}
 
 
 def encode_target(

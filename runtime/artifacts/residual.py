@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from runtime.artifacts.record import DraftRecord, RecordLayout, TensorField, align_up, target_tensors, unpack_codes
-from runtime.artifacts.unit_order import LANES, UNIT_WEIGHTS, tiles_and_units, unit_index
+from runtime.artifacts.unit_order import BLOCK_UNITS, LANES, UNIT_WEIGHTS, tiles_and_units, unit_index
 from runtime.errors import ArtifactError
 from runtime.model.families import ExpertWeights
 
-BLOCK_UNITS = 8  # what a kernel copies and rebuilds at once
 _PIECE_BYTES = 16  # what block starts are counted in: the alignment of bulk copies
 WORK_BYTES = 16  # for each weight of an expert, while one is decoded; half of it stays, as places in unit order
 _MOST_STEPS = 7  # below the scale's high byte, in three bits of a nibble
@@ -78,9 +77,14 @@ class ResidualEncoding:
         return torch.from_numpy(payload)
 
     def decode(
-        self, buffer: Tensor, payload_bytes: int, layout: RecordLayout, draft: DraftRecord | None
+        self,
+        buffer: Tensor,
+        payload_bytes: int,
+        layout: RecordLayout,
+        draft: DraftRecord | None,
+        room: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Exact `gate_up`, `down` and biases.
+        """Exact `gate_up`, `down` and biases, in memory of their own: the reference for every other decoder.
 
         Raises:
             ArtifactError: no draft record, or a payload that contradicts itself or the draft record.

@@ -32,6 +32,7 @@ class TargetExperts:
         together, a row's alone, layer by layer.
         """
         self._drafts = drafts
+        self._room = None if drafts is None else torch.empty(pack.target_layout.payload_bytes, dtype=torch.uint8)
         self._trace = trace
         self._pack = pack
         self._cache = cache
@@ -63,4 +64,5 @@ class TargetExperts:
 
     def _weights(self, key: ExpertKey, buffer: Tensor) -> dict[str, Tensor]:
         draft = None if self._drafts is None else self._drafts[key]
-        return {name: tensor.to(self._dtype) for name, tensor in self._pack.decode_target(key, buffer, draft).items()}
+        exact = self._pack.decode_target(key, buffer, draft, self._room)
+        return {name: tensor.to(self._dtype) for name, tensor in exact.items()}

@@ -14,6 +14,7 @@ from moespeq_cli.pack.verify import verify_pack
 from runtime.artifacts.checkpoint import Checkpoint
 from runtime.artifacts.pack import Pack
 from runtime.artifacts.quantized import Quantized
+from runtime.artifacts.residual_decoder import work_bytes
 from runtime.artifacts.safetensors_file import pread
 from runtime.decode.draft_records import DraftRecords
 from runtime.errors import ArtifactError
@@ -94,7 +95,7 @@ def test_the_drafts_that_records_lean_on_are_planned_and_measured(packs: dict[st
     report = decode(pack, prompt_of(3), 2, speculate=False).report
     records = pack.spec.num_records * pack.draft_slot_bytes
     assert report["measured_bytes"]["draft"] == records
-    assert report["plan"]["draft_bytes"] == records + 16 * pack.spec.expert_parameters
+    assert report["plan"]["draft_bytes"] == records + work_bytes(pack.target_layout)
     assert decode(packs["raw"], prompt_of(3), 2, speculate=False).report["measured_bytes"]["draft"] == 0
 
 
