@@ -49,6 +49,9 @@ class TargetEncoding(Protocol):
             ArtifactError: the payload contradicts itself or the draft record.
         """
 
+    def why_raw(self, layout: RecordLayout, draft: DraftRecord | None) -> str:
+        """Why a record of another name than this encoding's was stored `raw`, in a few words."""
+
 
 class RawEncoding:
     """The stored weights as they are; decoding copies nothing."""
@@ -76,6 +79,9 @@ class RawEncoding:
                 mend="make the pack again with `moespeq pack --force`",
             )
         return layout.views(buffer)
+
+    def why_raw(self, layout: RecordLayout, draft: DraftRecord | None) -> str:
+        return "asked for"
 
 
 RAW = RawEncoding()

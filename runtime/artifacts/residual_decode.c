@@ -6,7 +6,8 @@
 // Returns    0, or 1 for a record that breaks a MUST: `out` is then partly written, and the reader in NumPy says why
 // Bounds     every place is checked before it is read; `shape` is trusted
 // Speed      rows r and r + 8 of a unit hold the places of lanes 4 r to 4 r + 3 and are decoded together, in 2 KB that
-//            stay in the first cache; loops over COLUMNS have a fixed length for the compiler to vectorise
+//            stay in the first cache; loops over COLUMNS have a fixed length for the compiler to vectorise; the lines
+//            of the next unit, input and output, are asked for meanwhile (without: 1.2 and 1.3 times as long)
 // Needs      little endian; compiled by runtime/native.py, tested against the reader in residual.py
 
 #include <stdint.h>
@@ -203,14 +204,16 @@ static int guess_unit(const Matrix *m, const uint8_t *draft, int64_t tile, const
         set_rows(m, tile, pair_id, pair);
         if (!draft_row(m, draft, pair, 0) || !draft_row(m, draft, pair, 1)) return 0;
         low_bytes(lows + 64 * pair_id, pair);
-        for (int piece = 0; piece < 4; piece++)  // the next unit's
-            __builtin_prefetch(lows + UNIT + piece * (UNIT / 4) + 64 * pair_id);
+        for (int piece = 0; piece < 4; piece++) __builtin_prefetch(lows + UNIT + piece * (UNIT / 4) + 64 * pair_id);
         nibbles += place_nibbles(pair, stream, nibbles);
         for (int which = 0; which < 2; which++) {
             const int64_t inside = pair->row[which] < 0 ? 0 : pair->columns;
             if (any(pair->low[which] + inside, COLUMNS - inside)) return 0;
             if (any(pair->nibble[which] + inside, COLUMNS - inside)) return 0;
-            if (inside) write_row(pair, which, out + 2 * (pair->row[which] * m->columns + pair->column));
+            if (!inside) continue;
+            uint8_t *words_out = out + 2 * (pair->row[which] * m->columns + pair->column);
+            for (int line = 0; line < 4; line++) __builtin_prefetch(words_out + 2 * COLUMNS + 64 * line, 1);
+            write_row(pair, which, words_out);
         }
     }
     return (nibbles + 7) / 8 == num_words;
