@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from runtime.artifacts.pack import Pack
+from runtime.artifacts.residual_decoder import why_slow
 from runtime.config import RunSettings
 from runtime.decode.bank import DraftBank
 from runtime.decode.draft_records import DraftRecords
@@ -216,6 +217,8 @@ class Engine:
             "torch": torch.__version__,
             "direct_io": self._store.direct,
             "load_s": self.load_s,
+            "decode_s": self._experts.decode_s,
+            "slow_decode": why_slow() if self.pack.leans_on_draft else None,
             **self.stats.as_json(),
         }
 
