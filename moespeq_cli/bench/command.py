@@ -34,6 +34,9 @@ def decode(
         str,
         typer.Option("--expert-cache", help="Cache sizes, comma-separated; shares are of all raw experts"),
     ] = "10%,25%,50%,100%",
+    mode: Annotated[
+        list[str] | None, typer.Option("--mode", help="Name of a mode; repeat it for more", show_default="all")
+    ] = None,
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each domain")] = 2,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of each mode")] = 3,
@@ -56,12 +59,13 @@ def decode(
     sizes = [part.strip() for part in caches.split(",") if part.strip()]
     tails, lengths = _numbers("--windows", windows), _numbers("--verify-windows", verifies)
     base = _settings(threads)
+    modes = sweep.find_modes(mode)
     packs = {opened.manifest.encoding: opened} | _others(compare)
-    total = len(packs) * len(sizes) * len(sweep.MODES) + len(tails) * len(lengths)
+    total = len(packs) * len(sizes) * len(modes) + len(tails) * len(lengths)
     console.note(f"{total} settings, {len(asked)} prompts, {max_new_tokens} tokens each, {repeats} repeats")
     with console.progress("settings", total) as bar:
         memory = sweep.sweep_memory(
-            packs, base, asked, max_new_tokens, stop_ids, sizes, repeats, bar.advance, same_memory
+            packs, base, asked, max_new_tokens, stop_ids, sizes, repeats, bar.advance, same_memory, modes
         )
         grid = (
             sweep.sweep_windows(

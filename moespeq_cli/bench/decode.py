@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
 from runtime.decode.sampling import SamplingSettings
 from runtime.engine import Engine, Request
+from runtime.errors import InputError
 from runtime.memory.clairvoyant import Trace, belady
 from runtime.memory.sizes import parse_size
 from runtime.run_plan import plan_run
@@ -42,6 +44,19 @@ MODES = (
     Mode("look-ahead, no prefetch", {"prefetch": "none"}),
     Mode("look-ahead", {}),
 )  # fmt: skip
+
+
+def find_modes(names: Sequence[str] | None) -> tuple[Mode, ...]:
+    """The modes of these names; all of them for None.
+
+    Raises:
+        InputError: no such mode.
+    """
+    known = {mode.name: mode for mode in MODES}
+    for name in names or ():
+        if name not in known:
+            raise InputError(expected=f"a mode among: {'; '.join(known)}", found=repr(name), mend="correct --mode")
+    return MODES if names is None else tuple(known[name] for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +96,15 @@ def run_once(
         RuntimeError: the run read less than its own demands need, so that some figure is wrong.
     """
     with Engine(pack, settings, plan_run(pack, settings), keep_trace=True) as engine:
+        started = time.process_time()
         tokens = [
             list(engine.generate(Request(prompt.ids, max_new_tokens, stop_ids, SamplingSettings())))
             for prompt in prompts
         ]
+        cpu_s = time.process_time() - started
         trace = engine.trace()
         fewest = check_reads(trace, engine.plan.num_slots, engine.cache.stats)
-        return Run(engine.report() | {"fewest_reads": fewest}, tokens, trace)
+        return Run(engine.report() | {"fewest_reads": fewest, "cpu_s": cpu_s}, tokens, trace)
 
 
 def summarise(pack: Pack, runs: Sequence[Run]) -> Measurement:
@@ -106,6 +123,7 @@ def summarise(pack: Pack, runs: Sequence[Run]) -> Measurement:
         "hit_rate": cache["hit_rate"],
         "wait_ms_per_token": 1e3 * middle["seconds"]["waiting_for_experts"] / new_tokens,
         "decode_ms_per_token": 1e3 * middle["decode_s"] / new_tokens,
+        "cpu_ms_per_token": 1e3 * statistics.median(report["cpu_s"] for report in reports) / new_tokens,
         "acceptance": middle["acceptance"],
         "routing_agreement": middle["routing_agreement"],
         "tokens_per_round": middle["tokens_per_round"],
@@ -160,6 +178,7 @@ def sweep_memory(
     repeats: int,
     advance: Advance,
     same_total: bool = False,
+    modes: Sequence[Mode] = MODES,
 ) -> dict[str, Any]:
     """Every mode of every pack at every cache size, beside two clairvoyant caches of that size.
 
@@ -179,6 +198,7 @@ def sweep_memory(
         advance: called after each pack and mode.
         same_total: give every pack the same memory for drafts and expert cache together: one whose drafts take less
             than the others' has a larger cache than was asked for.
+        modes: what to run.
 
     Raises:
         RuntimeError: a mode gave other tokens than the plain target, or read less than its bound; nothing is reported
@@ -192,7 +212,7 @@ def sweep_memory(
     assert reference is not None
     rows = []
     for cache in caches:
-        for mode in MODES:
+        for mode in modes:
             settings = {
                 name: replace(base, expert_cache_size=size, **mode.changes)
                 for name, size in _cache_sizes(packs, base, cache, mode, same_total).items()
@@ -272,7 +292,7 @@ def memory_table(result: dict[str, Any]) -> str:
             number(row["own_bound_bytes_per_token"] / 1e6),
             percent(row["hit_rate"]),
             number(row["wait_ms_per_token"]),
-            *((number(row["decode_ms_per_token"]),) if several else ()),
+            *((number(row["decode_ms_per_token"]), number(row["cpu_ms_per_token"], 1)) if several else ()),
             " ".join((number(row["ms_per_token"], 1), _spread(row))),
         )
         for row in result["rows"]
@@ -286,7 +306,7 @@ def memory_table(result: dict[str, Any]) -> str:
         "clairvoyant, same passes",
         "hits",
         "waiting, ms a token",
-        *(("decoding, ms a token",) if several else ()),
+        *(("decoding, ms a token", "processor, ms a token") if several else ()),
         "ms a token (spread)",
     )
     return markdown(head, rows)

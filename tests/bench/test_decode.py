@@ -15,6 +15,7 @@ from moespeq_cli.bench.prompts import BenchPrompt
 from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
 from runtime.engine import Engine, Request
+from runtime.errors import InputError
 from runtime.memory.stats import CacheStats
 from tests.decode.packs import build, prompt_of
 from tests.pack.fixtures import make_pack, save_quantized
@@ -77,13 +78,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pack]:
 
 
 @pytest.mark.parametrize("same_total", [False, True])
-def test_two_packs_take_turns_in_one_memory(
-    pair: dict[str, Pack], monkeypatch: pytest.MonkeyPatch, same_total: bool
-) -> None:
-    monkeypatch.setattr(sweep, "MODES", (sweep.MODES[0], sweep.MODES[-1]))
+def test_two_packs_take_turns_in_one_memory(pair: dict[str, Pack], same_total: bool) -> None:
+    modes = sweep.find_modes(["no draft, LRU", "look-ahead"])
     calls: list[None] = []
     result = sweep.sweep_memory(
-        pair, BASE, PROMPTS[:1], NEW_TOKENS, frozenset(), ["30%"], 2, lambda: calls.append(None), same_total
+        pair, BASE, PROMPTS[:1], NEW_TOKENS, frozenset(), ["30%"], 2, lambda: calls.append(None), same_total, modes
     )
     rows = result["rows"]
     assert len(calls) == len(rows) == 4 and result["same_tokens"] and result["same_total_memory"] is same_total
@@ -98,11 +97,11 @@ def test_two_packs_take_turns_in_one_memory(
             for row, name in ((raw, "raw"), (residual, "residual")):
                 assert row["num_slots"] == int(0.3 * raw_bytes) // pair[name].target_slot_bytes
             assert residual["total_bytes_per_token"] < raw["total_bytes_per_token"]
-        assert residual["decode_ms_per_token"] > 0
+        assert residual["decode_ms_per_token"] > 0 and residual["cpu_ms_per_token"] > 0
     table = sweep.memory_table(result).splitlines()
     assert table[0].startswith("| cache | mode | records | experts in it |")
     assert [line.split("|")[3].strip() for line in table[2:]] == ["raw", "residual"] * 2
-    assert {line.count("|") for line in table} == {12}
+    assert {line.count("|") for line in table} == {13}
 
 
 def test_windows_give_the_same_text_and_tables_of_all_cells(pack: Pack) -> None:
@@ -126,11 +125,17 @@ def test_a_mode_that_changes_the_text_stops_the_sweep(pack: Pack, monkeypatch: p
                 yield token if self.settings.eviction == "lru" else token + 1
 
     monkeypatch.setattr(sweep, "Engine", Forgetful)
-    monkeypatch.setattr(sweep, "MODES", (sweep.Mode("wrong", {"eviction": "lfu"}),))
+    modes = (sweep.Mode("wrong", {"eviction": "lfu"}),)
     with pytest.raises(RuntimeError, match="wrong at 100% changed the text"):
-        sweep.sweep_memory({"raw": pack}, BASE, PROMPTS[:1], 2, frozenset(), ["100%"], 1, lambda: None)
+        sweep.sweep_memory({"raw": pack}, BASE, PROMPTS[:1], 2, frozenset(), ["100%"], 1, lambda: None, modes=modes)
     with pytest.raises(RuntimeError, match="window 1, verify 0 changed the text"):
         sweep.sweep_windows(pack, BASE, PROMPTS[:1], 2, frozenset(), "100%", [1], [0], lambda: None)
+
+
+def test_a_mode_that_is_not_known_is_refused_with_those_that_are() -> None:
+    assert sweep.find_modes(None) == sweep.MODES
+    with pytest.raises(InputError, match="a mode among: no draft, LRU; .*look-ahead"):
+        sweep.find_modes(["faster"])
 
 
 def test_fewer_reads_than_the_demands_need_are_refused() -> None:
