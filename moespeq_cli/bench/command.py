@@ -125,6 +125,26 @@ def quality(
 
 
 @bench.command()
+def records(
+    pack: Packs = None,
+    artifacts: Artifacts = DEFAULT_ARTIFACTS,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="Threads that share a large record")] = 1,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds over all records")] = 20,
+    output: Output = None,
+) -> None:
+    """Residual records to weights: compiled code beside NumPy"""
+    from moespeq_cli.bench import records as measure
+    from runtime.artifacts.pack import Pack
+
+    with console.progress("decoders", 2) as bar:
+        result = measure.measure(
+            Pack.open(pack if pack is not None else artifacts / "pack"), threads, repeats, bar.advance
+        )
+    _finish(output, result)
+    print(measure.table(result))
+
+
+@bench.command()
 def linear(
     shapes: Annotated[
         str, typer.Option("--shapes", help="OUTxIN, comma-separated")

@@ -134,7 +134,7 @@ def test_a_mode_that_changes_the_text_stops_the_sweep(pack: Pack, monkeypatch: p
 
 def test_a_mode_that_is_not_known_is_refused_with_those_that_are() -> None:
     assert sweep.find_modes(None) == sweep.MODES
-    with pytest.raises(InputError, match="a mode among: no draft, LRU; .*look-ahead"):
+    with pytest.raises(InputError, match=r"a mode among: no draft, LRU; .*look-ahead"):
         sweep.find_modes(["faster"])
 
 

@@ -13,6 +13,7 @@ import torch
 
 from moespeq_cli.pack.report import report_lines
 from moespeq_cli.pack.verify import verify_pack
+from runtime.artifacts import residual_decoder
 from runtime.artifacts.checkpoint import Checkpoint
 from runtime.artifacts.pack import Pack
 from runtime.artifacts.quantized import Quantized
@@ -141,6 +142,23 @@ def test_the_drafts_that_records_lean_on_are_planned_and_measured(packs: dict[st
     assert report["measured_bytes"]["draft"] == records
     assert report["plan"]["draft_bytes"] == records + work_bytes(pack.target_layout)
     assert decode(packs["raw"], prompt_of(3), 2, speculate=False).report["measured_bytes"]["draft"] == 0
+
+
+def test_a_run_that_numpy_decodes_gives_the_same_text_and_says_so(
+    packs: dict[str, Pack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = decode(packs["residual"], prompt_of(9), 4, speculate=False)
+    monkeypatch.setenv("MOESPEQ_NATIVE", "0")
+    residual_decoder._find_decoder.cache_clear()
+    try:
+        plain = decode(packs["residual"], prompt_of(9), 4, speculate=False)
+        raw = decode(packs["raw"], prompt_of(9), 4, speculate=False)
+    finally:
+        residual_decoder._find_decoder.cache_clear()
+    assert_same(plain, compiled)
+    assert plain.report["slow_decode"] == "MOESPEQ_NATIVE is 0" and plain.report["decode_s"] > 0
+    assert raw.report["slow_decode"] is None
+    assert plain.report["plan"]["draft_bytes"] > compiled.report["plan"]["draft_bytes"]
 
 
 def test_threads_are_chosen_by_the_weights_not_by_the_record(
