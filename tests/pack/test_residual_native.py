@@ -17,7 +17,7 @@ from runtime import native
 from runtime.artifacts import residual_decoder
 from runtime.artifacts.encodings import ENCODINGS
 from runtime.artifacts.record import DraftRecord, RecordLayout, target_layout
-from runtime.artifacts.residual import ResidualEncoding
+from runtime.artifacts.residual import WORK_BYTES, ResidualEncoding
 from runtime.artifacts.residual_native import SOURCE, record_places
 from runtime.errors import ArtifactError
 from tests.pack.test_residual import case, make_draft, make_weights, same
@@ -156,7 +156,7 @@ def test_without_a_compiler_numpy_decodes_the_same_and_says_why(
     assert "no C compiler: none of cc, gcc, clang" in str(residual_decoder.why_slow())
     assert residual_decoder.compiled_decoder() is None
     assert same(ENCODINGS["residual"].decode(payload, payload.numel(), layout, draft), weights)
-    assert residual_decoder.work_bytes(layout) == 16 * 3 * 128 * 16
+    assert residual_decoder.work_bytes(layout) == WORK_BYTES * 3 * 128 * 16
     residual_decoder._find_decoder.cache_clear()
     monkeypatch.setenv("MOESPEQ_NATIVE", "0")
     assert residual_decoder.why_slow() == "MOESPEQ_NATIVE is 0"
