@@ -11,10 +11,10 @@ from runtime.errors import MoespeqError, PlanError, StorageError
 from runtime.memory.eviction import EvictionPolicy
 from runtime.memory.location import ExpertKey
 from runtime.memory.residency import Residency
-from runtime.memory.slots import SlotPool
+from runtime.memory.slots import Slots
 from runtime.memory.stats import CacheStats
 from runtime.memory.store import RecordReader
-from runtime.memory.stream import ExpertStream, Ticket
+from runtime.memory.stream import ExpertStream, Hold, Ticket
 from runtime.memory.transfer import ReaderThreads, Transfer, TransferQueue
 
 _CHECK_S = 0.25  # how often a waiting stream looks for what no reader will tell it
@@ -41,7 +41,7 @@ class ExpertCache:
     """
 
     def __init__(
-        self, store: RecordReader, pool: SlotPool, policy: EvictionPolicy, max_parallel_transfers: int = 4
+        self, store: RecordReader, pool: Slots, policy: EvictionPolicy, max_parallel_transfers: int = 4
     ) -> None:
         if pool.slot_bytes < store.max_record_bytes:
             raise PlanError(
@@ -114,6 +114,26 @@ class ExpertCache:
         """
         ticket = self._ask(keys)
         return ExpertStream(ticket, self._residency.slots, self._pool.tensor, self._advance, self._end)
+
+    def hold(self, keys: Sequence[ExpertKey]) -> Hold:
+        """Ask for these experts together and keep them until the hold is closed; returns at once.
+
+        For kernels that run on while the caller goes on: it closes the hold when they are done. There must be slots for
+        the different keys beside those that open holds and streams of the same thread keep.
+
+        Raises (here or while waiting): as `stream` does.
+        """
+        return Hold(self._ask(keys), self._residency.slots, self._wait_for_all, self._end)
+
+    @property
+    def num_resident(self) -> int:
+        """Experts that are in slots."""
+        return len(self._residency.slots)
+
+    def resident_slots(self) -> dict[ExpertKey, int]:
+        """The slot of every expert that is in one; unless all are, it may have changed when this returns."""
+        with self._lock:
+            return dict(self._residency.slots)
 
     def missing_bytes(self, keys: Sequence[ExpertKey]) -> int:
         """Bytes of those different keys that are not resident; what is still in flight counts in full."""
@@ -200,6 +220,17 @@ class ExpertCache:
             key = ticket.ready.popleft()
             ticket.held.append(key)
             return key
+
+    def _wait_for_all(self, ticket: Ticket) -> None:
+        with self._lock:
+            try:
+                while ticket.pending:
+                    self._wait(ticket)
+                if ticket.error is not None:
+                    raise ticket.error
+            except BaseException:
+                self._release(ticket)
+                raise
 
     def _wait(self, ticket: Ticket) -> None:
         if ticket.error is not None:

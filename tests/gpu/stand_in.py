@@ -1,0 +1,115 @@
+"""The processor in the GPU's place: the same engine, passes queued anew each time, kernels as a few lines of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from runtime.artifacts.pack import Pack
+from runtime.config import RunSettings
+from runtime.gpu.accelerator import Forward, Mark, Run, plain
+from runtime.gpu.engine import GpuEngine, Toolkit, load_pack
+from runtime.gpu.plan import plan_gpu
+from runtime.kernels.layout import SlotLayout
+from runtime.kernels.reference import activate_torch, dequantize
+
+
+class Now:
+    """Everything is done when it is queued."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class Processor:
+    """See `Accelerator`."""
+
+    device = torch.device("cpu")
+
+    def active(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def host(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(*sizes, dtype=dtype)
+
+    def mark(self) -> Mark:
+        return Now()
+
+    def copy_in(self, to: Tensor, source: Tensor, pinned: bool) -> None:
+        to.copy_(source)
+
+    def record(self, forward: Forward, cut: bool) -> Run:
+        return plain(forward, cut, self.mark)
+
+
+class TorchKernels:
+    """The kernels' contract: pairs one by one in float32, rounded where the kernels round.
+
+    Attributes:
+        calls: (rows, experts that were there) of each call.
+    """
+
+    def __init__(self, layout: SlotLayout) -> None:
+        self._layout = layout
+        self.calls: list[tuple[int, int]] = []
+
+    def run(
+        self,
+        pool: Tensor,
+        slot_of: Tensor,
+        x: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        out: Tensor,
+        *,
+        pairs: Tensor | None = None,
+        resume: bool = False,
+    ) -> None:
+        assert x.dtype == torch.bfloat16 and x.is_contiguous() and top_k_index.dtype == torch.int32
+        sums = torch.zeros(*top_k_index.shape, x.shape[1])
+        here = set()
+        for t, row in enumerate(top_k_index.tolist()):
+            for j, expert_id in enumerate(row):
+                slot = int(slot_of[expert_id])
+                if slot < 0:
+                    sums[t, j] = pairs[t, j] if resume and pairs is not None else 0
+                    continue
+                here.add(expert_id)
+                gate_up, down = self._weights(pool[slot : slot + 1])
+                gate, up = (gate_up @ x[t].float()).chunk(2)
+                h = activate_torch(gate, up, self._layout.shape.activation).bfloat16().float()
+                sums[t, j] = down @ h
+        if pairs is not None:
+            pairs.copy_(sums)
+        out.copy_((sums * top_k_weights[:, :, None]).sum(1))
+        self.calls.append((len(x), len(here)))
+
+    def _weights(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        if self._layout.form.is_coded:
+            gate_up, down, _ = self._layout.unpack_codes(slots)
+            return tuple(dequantize(part, self._layout.form)[0].float() for part in (gate_up, down))  # type: ignore[return-value]
+        gate_up_rows, down_rows, _ = self._layout.views_bf16(slots)
+        return gate_up_rows[0].float(), down_rows[0].float()
+
+
+def toolkit(made: list[TorchKernels] | None = None) -> Toolkit:
+    """A toolkit on the processor; the kernels that it makes are added to `made`, the bank's before the target's."""
+
+    def kernels(layout: SlotLayout, num_slots: int, max_tokens: int) -> TorchKernels:
+        one = TorchKernels(layout)
+        if made is not None:
+            made.append(one)
+        return one
+
+    return Toolkit(Processor(), kernels)
+
+
+def open_gpu(
+    pack: Pack, settings: RunSettings, keep_trace: bool = False, made: list[TorchKernels] | None = None
+) -> GpuEngine:
+    """The GPU's engine on the processor, as if with 8 GB of memory of its own."""
+    plan, tools = plan_gpu(pack, settings, device_bytes=8 * 10**9), toolkit(made)
+    return GpuEngine(load_pack(pack, settings, plan, tools), settings, plan, tools, keep_trace)
