@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -147,9 +147,9 @@ class SpeculativeLoop:
         if settings.max_new_tokens < 1:
             return
         tokens, tail, emitted = list(prompt), Tail(), 0
-        started, read_bytes = time.perf_counter(), self._stats.cache.read_bytes
+        started, before = time.perf_counter(), replace(self._stats.cache)
         self._target.prefill(tokens[:-1])
-        self._stats.prefill_done(len(tokens), time.perf_counter() - started, self._stats.cache.read_bytes - read_bytes)
+        self._stats.prefill_done(len(tokens), time.perf_counter() - started, before)
         while emitted < settings.max_new_tokens:
             left = settings.max_new_tokens - emitted
             self._fill(tail, tokens, settings, left)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from runtime.errors import PlanError
+from runtime.kernels.driver import check, driver
+from runtime.memory.transfer import Landing
 
 Bring = Callable[[int], None]
 """Called before the experts of a layer compute: makes them ready. The argument counts layers with experts from 0."""
@@ -40,6 +43,10 @@ class Accelerator(Protocol):
     """
 
     device: torch.device
+    needs_pinned: bool
+    """Whether copies that nobody waits for need pinned memory."""
+    meanwhile: Callable[[], None] | None
+    """Called again and again while the run's thread waits for a mark."""
 
     def active(self) -> AbstractContextManager[object]:
         """Everything queued inside goes to the run's stream."""
@@ -47,8 +54,20 @@ class Accelerator(Protocol):
     def host(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A zeroed tensor in this machine's memory that copies to and from the device may pass by."""
 
+    def seen(self, host: Tensor) -> Tensor:
+        """A tensor from `host` as the device reads it in place: int32 or int64, for the few bytes of `fetch`."""
+
+    def fetch(self, to: Tensor, seen: Tensor) -> None:
+        """Queue that a few bytes of the host come to a tensor of the device.
+
+        By a kernel that reads them, as a copy would stand in line behind the experts on their way.
+        """
+
     def mark(self) -> Mark:
         """A mark behind all that is queued by now."""
+
+    def start_copy(self, to: Tensor, source: Tensor, urgent: bool) -> Landing:
+        """Begin what `copy_in` does, from pinned memory; urgent copies do not stand in line behind the others."""
 
     def copy_in(self, to: Tensor, source: Tensor, pinned: bool) -> None:
         """Copy bytes from this machine's memory to the device beside whatever it computes; returns when they are there.
@@ -74,14 +93,64 @@ class Accelerator(Protocol):
 class CudaMark:
     """An event."""
 
-    __slots__ = ("_event",)
+    __slots__ = ("_event", "_meanwhile")
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, meanwhile: Callable[[], None] | None) -> None:
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(stream)
+        self._meanwhile = meanwhile
 
     def wait(self) -> None:
         """See `Mark`."""
+        if self._meanwhile is None:
+            self._event.synchronize()
+            return
+        while not self._event.query():  # type: ignore[no-untyped-call]
+            self._meanwhile()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python's collector still: what it frees of the GPU's, an older graph say, would end a capture."""
+    gc.collect()
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+class _HostMemory:
+    """A pinned tensor under its address, which is the same for the device."""
+
+    def __init__(self, host: Tensor) -> None:
+        assert host.is_pinned() and host.is_contiguous() and host.dtype in (torch.int32, torch.int64)
+        self._host = host
+        self.__cuda_array_interface__ = {
+            "shape": tuple(host.shape),
+            "typestr": f"<i{host.element_size()}",
+            "data": (host.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+class _CopyLanding:
+    """A copy and the event behind it."""
+
+    __slots__ = ("_event", "num_bytes")
+
+    def __init__(self, stream: torch.cuda.Stream, num_bytes: int) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+        self.num_bytes = num_bytes
+
+    def done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
         self._event.synchronize()
 
 
@@ -118,12 +187,17 @@ class Cuda:
         graphs: record passes as CUDA graphs; otherwise every run queues its launches anew.
     """
 
+    needs_pinned = True
+
     def __init__(self, graphs: bool = True) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._graphs = graphs
+        self.meanwhile: Callable[[], None] | None = None
         self._memory = torch.cuda.graph_pool_handle()
+        self._anchor: torch.cuda.CUDAGraph | None = None  # keeps the memory's name alive when all passes are gone
         self._lanes = threading.local()
+        self._copy_streams = [torch.cuda.Stream(self.device) for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def active(self) -> AbstractContextManager[object]:
         """See `Accelerator`."""
@@ -133,9 +207,25 @@ class Cuda:
         """See `Accelerator`."""
         return torch.zeros(*sizes, dtype=dtype, pin_memory=True)
 
+    def seen(self, host: Tensor) -> Tensor:
+        """See `Accelerator`."""
+        return torch.as_tensor(_HostMemory(host), device=self.device)
+
+    def fetch(self, to: Tensor, seen: Tensor) -> None:
+        """See `Accelerator`."""
+        torch.bitwise_or(seen, 0, out=to)
+
     def mark(self) -> Mark:
         """See `Accelerator`."""
-        return CudaMark(self._stream)
+        return CudaMark(self._stream, self.meanwhile)
+
+    def start_copy(self, to: Tensor, source: Tensor, urgent: bool) -> Landing:
+        """See `Accelerator`."""
+        stream = self._copy_streams[urgent]
+        # Not by Tensor.copy_: with the change of stream it takes the host five times as long.
+        result = driver().cuMemcpyHtoDAsync_v2(to.data_ptr(), source.data_ptr(), len(to), stream.cuda_stream)
+        check(result, f"a copy of {len(to)} bytes to the GPU")
+        return _CopyLanding(stream, len(to))
 
     def copy_in(self, to: Tensor, source: Tensor, pinned: bool) -> None:
         """See `Accelerator`."""
@@ -156,6 +246,11 @@ class Cuda:
         graphs: list[torch.cuda.CUDAGraph] = []
         places: list[int] = []
 
+        if self._anchor is None:
+            self._anchor = torch.cuda.CUDAGraph()
+            with self.active(), torch.cuda.graph(self._anchor, pool=self._memory, stream=self._stream):
+                torch.zeros(1, device=self.device)
+
         def begin() -> None:
             graph = torch.cuda.CUDAGraph()
             # Other threads copy meanwhile, which a capture of the whole process would forbid.
@@ -169,7 +264,7 @@ class Cuda:
                 begin()
 
         torch.cuda.synchronize(self.device)
-        with self.active():
+        with self.active(), _no_collection():
             begin()
             try:
                 forward(boundary)

@@ -35,6 +35,7 @@ class DeviceDraft:
         self._accelerator, self._model, self._bank = accelerator, model, bank
         self._layers, places = spec.moe_layers, len(spec.moe_layers)
         self._state_host = accelerator.host((3,), torch.int64)
+        self._state_seen = accelerator.seen(self._state_host)
         self._state = torch.zeros(3, dtype=torch.int64, device=device)  # token, position, step
         self._chosen = torch.zeros(places, 1, spec.top_k, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(most_steps, dtype=torch.int64, device=device)
@@ -59,6 +60,14 @@ class DeviceDraft:
             yield proposal, self._route(0)
             token = proposal.token
 
+    def prepare(self, length: int) -> None:
+        """Record the step that looks at so many keys, if it is not."""
+        self._step(length)
+
+    def close(self) -> None:
+        """Give the memory of recorded steps back."""
+        self._steps.clear()
+
     def compute(self, place: int, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See `LayerExperts`."""
         out = torch.empty_like(hidden)
@@ -72,7 +81,7 @@ class DeviceDraft:
         self._state_host.copy_(torch.tensor([token, position, 0]))
         marks = []
         with self._accelerator.active():
-            self._state.copy_(self._state_host, non_blocking=True)
+            self._accelerator.fetch(self._state, self._state_seen)
             for step in range(count):
                 run, _ = self._step(self._model.length_for(position + step + 1))
                 run(None)

@@ -18,7 +18,7 @@ from runtime.gpu.accelerator import Accelerator, Cuda
 from runtime.gpu.bank import ResidentBank, pack_layers
 from runtime.gpu.draft import DeviceDraft
 from runtime.gpu.geometry import expert_shape
-from runtime.gpu.host_tier import Arena, HostCache, HostRecords, HostTier
+from runtime.gpu.host_tier import Arena, ArenaCopies, HostCache, HostRecords, HostTier
 from runtime.gpu.model import DeviceModel
 from runtime.gpu.slots import DevicePool
 from runtime.gpu.target import ROWS, BlockTarget, RowsTarget
@@ -180,7 +180,11 @@ class GpuEngine(BaseEngine):
             self._warm_up(kernels, shape)
             policy = make_policy(settings.eviction, alpha=settings.alpha, beta=settings.beta, gamma=settings.gamma)
             records = HostRecords(parts.store, parts.tier, accelerator)
-            self.cache = ExpertCache(records, self._pool, policy, settings.max_parallel_transfers)
+            copies = None
+            if isinstance(parts.tier, Arena) and (parts.tier.pinned or not accelerator.needs_pinned):
+                copies = ArenaCopies(parts.tier, parts.store, accelerator)
+            self.cache = ExpertCache(records, self._pool, policy, settings.max_parallel_transfers, copies)
+            accelerator.meanwhile = None if copies is None else self.cache.poll
         except BaseException:
             parts.tier.close()
             parts.close()
@@ -192,7 +196,16 @@ class GpuEngine(BaseEngine):
         self._draft = None
         if parts.bank is not None:
             self._draft = DeviceDraft(accelerator, model, parts.bank, settings.prefetch_window)
+        self._load_all()
         self.load_s = time.perf_counter() - started
+
+    def _load_all(self) -> None:
+        """Bring every expert to the device where there are slots for all, so that no pass has to stop for one."""
+        keys = self.spec.expert_keys()
+        if self.plan.num_slots >= len(keys):
+            with self.cache.hold(keys) as hold:
+                hold.wait()
+            self.cache.stats.forget()
 
     def _warm_up(self, kernels: Backend, shape: ExpertShape) -> None:
         """Run every kernel once with nothing to do and reserve the KV cache, so that recording only records."""
@@ -223,7 +236,15 @@ class GpuEngine(BaseEngine):
         return min(self._parts.model.max_context, self._parts.model.capacity)
 
     def start(self, capacity: int) -> None:
-        """See `BaseEngine`; the KV cache is reserved already, and what lies in it is written over."""
+        """See `BaseEngine`; the KV cache is reserved already. Passes for every length up to this one are recorded."""
+        length = self._parts.model.length_for(1)
+        while True:
+            self._rows.prepare(length)
+            if self._draft is not None:
+                self._draft.prepare(length)
+            if length >= min(capacity, self._parts.model.capacity):
+                return
+            length = self._parts.model.length_for(length + 1)
 
     def draft(self) -> Draft | None:
         """See `BaseEngine`."""
@@ -264,7 +285,12 @@ class GpuEngine(BaseEngine):
 
     def close(self) -> None:
         """See `BaseEngine`."""
+        self._toolkit.accelerator.meanwhile = None
         self.cache.close()
+        self._rows.close()
+        if self._draft is not None:
+            self._draft.close()
+        self._parts.model.let_go()
         self._parts.tier.close()
         self._parts.close()
 

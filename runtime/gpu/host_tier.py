@@ -16,6 +16,7 @@ from runtime.memory.eviction import make_policy
 from runtime.memory.location import ExpertKey
 from runtime.memory.slots import SlotPool
 from runtime.memory.store import RecordReader, RecordStore
+from runtime.memory.transfer import Landing
 
 _REGISTER_PORTABLE = 1
 
@@ -69,9 +70,13 @@ class PinnedPool(SlotPool):
 class Arena:
     """Every record of a model in memory."""
 
-    def __init__(self, pool: PinnedPool, slots: Mapping[ExpertKey, int]) -> None:
-        self._pool, self._slots = pool, slots
+    def __init__(self, pool: PinnedPool, slots: Mapping[ExpertKey, int], owned: bool = True) -> None:
+        self._pool, self._slots, self._owned = pool, slots, owned
         self.pinned = pool.pinned
+
+    def borrowed(self) -> Arena:
+        """The same records, for an engine that another one follows: closing it keeps them."""
+        return Arena(self._pool, self._slots, owned=False)
 
     @classmethod
     def load(cls, store: RecordStore, keys: Sequence[ExpertKey], readers: int, done: Callable[[int], None]) -> Arena:
@@ -101,17 +106,34 @@ class Arena:
         threads.shutdown()
         return cls(pool, slots)
 
+    def record(self, key: ExpertKey) -> Tensor:
+        """A record, uint8 [slot_bytes]."""
+        return self._pool.tensor(self._slots[key])
+
     @contextmanager
     def lend(self, key: ExpertKey) -> Iterator[Tensor]:
         """See `HostTier`."""
-        yield self._pool.tensor(self._slots[key])
+        yield self.record(key)
 
     def announce(self, upcoming: Sequence[Sequence[ExpertKey]], pass_rows: int) -> None:
         """Everything is here."""
 
     def close(self) -> None:
         """See `HostTier`."""
-        self._pool.unpin()
+        if self._owned:
+            self._pool.unpin()
+
+
+class ArenaCopies:
+    """Copies from an arena to the device's slots, without a thread: the run's own starts them and sees them arrive."""
+
+    def __init__(self, arena: Arena, store: RecordReader, accelerator: Accelerator) -> None:
+        self._arena, self._store, self._accelerator = arena, store, accelerator
+
+    def start(self, key: ExpertKey, buffer: Tensor, urgent: bool) -> Landing:
+        """See `Copies`."""
+        num_bytes = self._store.record_bytes(key)
+        return self._accelerator.start_copy(buffer[:num_bytes], self._arena.record(key)[:num_bytes], urgent)
 
 
 class HostCache:

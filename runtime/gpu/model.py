@@ -93,6 +93,12 @@ class DeviceModel:
         seen = {p.data_ptr(): p.numel() * p.element_size() for p in self.model.parameters()}
         return sum(seen.values())
 
+    def let_go(self) -> None:
+        """Forget who computed the experts last, and what that keeps."""
+        self._experts = None
+        self.kv.place_rows(None, 0)
+        self.attention.block(0, 0)
+
     def length_for(self, end: int) -> int:
         """Keys that a pass up to position `end` - 1 looks at: few different numbers, as each is recorded apart."""
         length = LEAST_LENGTH

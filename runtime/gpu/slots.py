@@ -52,7 +52,7 @@ class SlotTable:
 
     def __init__(self, accelerator: Accelerator, moe_layers: tuple[int, ...], num_experts: int) -> None:
         self._host = accelerator.host((len(moe_layers), num_experts), torch.int32)
-        self._rows = self._host.numpy()
+        self._rows, self._seen, self._accelerator = self._host.numpy(), accelerator.seen(self._host), accelerator
         self.device = torch.full((len(moe_layers), num_experts), -1, dtype=torch.int32, device=accelerator.device)
 
     def write(self, place: int, slots: Mapping[ExpertKey, int]) -> None:
@@ -63,5 +63,5 @@ class SlotTable:
             row[expert_id] = slot
 
     def upload(self, place: int) -> None:
-        """Queue the copy of a row to the device."""
-        self.device[place].copy_(self._host[place], non_blocking=True)
+        """Queue that a row comes to the device."""
+        self._accelerator.fetch(self.device[place], self._seen[place])

@@ -62,6 +62,7 @@ class RowsTarget:
         self._kernels, self._trace = kernels, trace
         self._layers, places = spec.moe_layers, len(spec.moe_layers)
         self._inputs_host = accelerator.host((2, ROWS), torch.int64)
+        self._inputs_seen = accelerator.seen(self._inputs_host)
         self._inputs = torch.zeros(2, ROWS, dtype=torch.int64, device=device)
         self._chosen_host = accelerator.host((places, ROWS, spec.top_k), torch.int32)
         self._chosen = torch.zeros(places, ROWS, spec.top_k, dtype=torch.int32, device=device)
@@ -103,6 +104,15 @@ class RowsTarget:
         tops, logits = self._top_host.tolist(), here.logits
         return [Scores(tops[row], _values(logits, row)) for row in range(len(tokens))], routes
 
+    def prepare(self, length: int) -> None:
+        """Record the pass that looks at so many keys, if it is not."""
+        self._pass(length, not self._all_here())
+
+    def close(self) -> None:
+        """Give the memory of recorded passes back."""
+        self._passes.clear()
+        self._here, self._boundary = _Pass(), lambda place: None
+
     def compute(self, place: int, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See `LayerExperts`."""
         out = torch.empty_like(hidden)
@@ -137,7 +147,7 @@ class RowsTarget:
 
             def forward(boundary: Bring) -> None:
                 self._here, self._boundary = here, boundary
-                self._inputs.copy_(self._inputs_host, non_blocking=True)
+                self._accelerator.fetch(self._inputs, self._inputs_seen)
                 here.logits = self._model.rows(self._inputs[0], self._inputs[1], length, self).float()
                 self._top_host.copy_(here.logits.argmax(-1), non_blocking=True)
 
