@@ -149,7 +149,6 @@ template <int COUNT, int BARRIER> __device__ __forceinline__ void finish_rows(co
     if (args.pairs && row < HIDDEN) args.pairs[(u64)pair * HIDDEN + row] = p;
     sums[n] = p;
   }
-  __syncwarp();
   barrier_of<COUNT>(BARRIER);
 #pragma unroll 1
   for (int n = tid; n < args.num_tokens * 8; n += COUNT) {

@@ -405,10 +405,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_small(
   int row_tile = blockIdx.x;
   auto rows_until = [&](int end) {         // all items of these rows are behind this warp
     for (; row_tile < end; row_tile += gridDim.x) {
-      __syncwarp();                        // lanes without a pair to write may be ahead
       __syncthreads();
       finish_rows<THREADS, 0>(args, row_tile);
-      __syncwarp();
       __syncthreads();
     }
   };
