@@ -101,6 +101,12 @@ __device__ __forceinline__ u32 sub_bf16x2(u32 a, u32 b) {
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(0x3f803f80u), "r"(b ^ 0x80008000u));
   return d;
 }
+// a * b + c on two BF16 values, rounded once; c = 0x80008000, two negative zeros, leaves the product
+__device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
 
 // ---- order between kernels of one stream (programmatic launch, sm_90; no effect in an ordinary launch) ----
 __device__ __forceinline__ void wait_for_previous_kernel() {

@@ -64,6 +64,13 @@ inline u32 and_or(u32 a, u32 mask, u32 bits) { return (a & mask) | bits; }
 inline u32 sub_bf16x2(u32 a, u32 b) {
   return f32_to_bf16x2(bf16_to_f32(a >> 16) - bf16_to_f32(b >> 16), bf16_to_f32(a & 0xffff) - bf16_to_f32(b & 0xffff));
 }
+inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {   // exact in double for the few bits of codes and scales
+  auto one = [&](int shift) {
+    auto half = [&](u32 v) { return (double)bf16_to_f32(v >> shift & 0xffff); };
+    return (float)(half(a) * half(b) + half(c));
+  };
+  return f32_to_bf16x2(one(16), one(0));
+}
 // c (16 x 8) += a (16 x 16) * b (16 x 8), operands as mma.m16n8k16 spreads them over the lanes
 inline void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   u32 in[6] = {a0, a1, a2, a3, b0, b1}, out[4];
