@@ -68,7 +68,7 @@ __device__ __forceinline__ u32 word_of(const Codes& c, int step) {
 __device__ __forceinline__ u32 scales_at(const u8* unit, int set, int lane) { return *(const u32*)(unit + 1024 + scale_byte(set, lane / 4, 0)); }
 __device__ __forceinline__ int padded16(int n) { return (n + 15) / 16 * 16; }
 
-extern "C" __global__ void __launch_bounds__(THREADS) residual_index(
+extern "C" __global__ void __launch_bounds__(THREADS, 4) residual_index(
     const u8* __restrict__ pool, long long slot_bytes, const u8* __restrict__ bank, long long bank_slot_bytes, long long bank_down_offset,
     const int* __restrict__ slots, const int* __restrict__ bank_slots, const long long* __restrict__ payload_bytes, int num_records, u8* directory, int* faults) {
   const int lane = threadIdx.x % 32;

@@ -216,7 +216,11 @@ def kernels(
     ] = None,
     form: Annotated[
         list[str] | None,
-        typer.Option("--form", help="int4, int8 or bf16; repeat it for more", show_default="int4 and bf16"),
+        typer.Option(
+            "--form",
+            help="int4, int8, bf16, or residual: exact weights from records and codes; repeat it for more",
+            show_default="int4 and bf16",
+        ),
     ] = None,
     tokens: Annotated[
         str, typer.Option("--tokens", help="Tokens of a call, comma-separated")
@@ -240,13 +244,19 @@ def kernels(
     """Expert kernels on the GPU: right first, then time, bandwidth and distance from the floor"""
     from moespeq_cli.bench import kernels as measure
     from moespeq_cli.bench.geometry import SEED_TABLE, parse_geometries
-    from moespeq_cli.bench.kernel_session import KernelSession, parse_forms
+    from moespeq_cli.bench.kernel_session import KernelSession, parse_forms, residual_form
 
     sizes = sorted(set(_numbers("--tokens", tokens)))
-    plan = measure.Plan(parse_geometries(geometry), parse_forms(form, group_size), sizes, check)
+    plan = measure.Plan(
+        parse_geometries(geometry),
+        parse_forms(form, group_size),
+        sizes,
+        check,
+        residual=residual_form(form, group_size),
+    )
     _require_file(output)
     session = KernelSession.open(plan, candidate, tune)
-    cases = len(plan.cases) + (len(SEED_TABLE) if seed_table else 0)
+    cases = plan.num_cases + (len(SEED_TABLE) if seed_table else 0)
     console.note(session.announcement())
     with console.progress("layers", cases) as bar:
         session.measure(bar.advance, seed_table)

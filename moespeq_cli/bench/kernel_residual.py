@@ -51,7 +51,7 @@ class ExactExperts:
         inner, hidden = shape.moe_intermediate_size, shape.hidden_size
 
         def normal(*sizes: int) -> Tensor:
-            return (torch.randn(count, *sizes, generator=generator) * sizes[-1] ** -0.5).bfloat16()
+            return torch.randn(count, *sizes, generator=generator).mul_(sizes[-1] ** -0.5).bfloat16()
 
         biases = Biases(normal(2 * inner), normal(hidden)) if shape.has_bias else None
         return cls.quantized(shape, form, normal(2 * inner, hidden), normal(hidden, inner), biases)
@@ -105,10 +105,13 @@ class ExactExperts:
         return made
 
 
-def resident(experts: ExactExperts, order: Tensor, device: str = "cuda") -> ResidualPool:
+def resident(experts: ExactExperts, order: Tensor, device: str = "cuda") -> tuple[ResidualPool, list[int]]:
     """A pool on a device with expert e's record in slot `order[e]` and its codes in the bank's slot e; admitted.
 
-    Experts of the pool that `experts` has not are its others in turn.
+    Experts of the pool that `experts` has not are its own in turn.
+
+    Returns:
+        The pool, and the length of every expert's record.
     """
     records = experts.records()
     slots, bank = experts.slots(records).to(device), experts.bank().to(device)
@@ -116,8 +119,8 @@ def resident(experts: ExactExperts, order: Tensor, device: str = "cuda") -> Resi
     placed = slots.new_zeros(len(order), slots.shape[1])
     placed[order.long()] = slots[which]
     pool = ResidualPool.of(experts.layout, placed, bank[which])
-    lengths = torch.tensor([len(record) for record in records], device=device)[which]
+    lengths = torch.tensor([len(record) for record in records], dtype=torch.int64, device=device)[which]
     faults = torch.zeros(len(order), dtype=torch.int32, device=device)
     pool.admit(order.int(), torch.arange(len(order), dtype=torch.int32, device=device), lengths, faults)
     require_admitted(faults, [f"expert {expert}" for expert in range(len(order))])
-    return pool
+    return pool, lengths.tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.kernels import combine, dequant, gemm, read_bytes, route
+from runtime.kernels import combine, dequant, gemm, read_bytes, residual, route
 from runtime.kernels.compile import Source
 from runtime.kernels.device import Gpu
 from runtime.kernels.fused import plan
@@ -83,6 +83,13 @@ CATALOG: tuple[Entry, ...] = (
         )
     ),
     *(Entry(dequant.source(WeightForm(kind, group)), 80) for kind in ("int4", "int8") for group in (32, 64, 128)),
+    *(
+        Entry(
+            residual.source(SlotLayout(shape, WeightForm("int4", group))), 80, max_spill_bytes=8
+        )  # sm_80, one register
+        for shape in (_QWEN, _GPT_OSS, _ODD[1])
+        for group in (32, 64, 128)
+    ),
     *_fused(_QWEN, _INT4, 8, (H200, A100, CONSUMER)),
     *_fused(_QWEN, _INT4, 16, (H200, A100, CONSUMER)),
     *_fused(_QWEN, _INT4, 8, config=FusedConfig(block_dim=256, experts_per_block=8)),

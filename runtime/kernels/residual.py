@@ -13,7 +13,7 @@ from runtime.artifacts.record import align_up
 from runtime.artifacts.residual import BLOCK_UNITS
 from runtime.artifacts.unit_order import UNIT_WEIGHTS
 from runtime.errors import ArtifactError, ShapeError
-from runtime.kernels.arguments import require_aligned
+from runtime.kernels.arguments import Argument, require_aligned
 from runtime.kernels.compile import Source, load
 from runtime.kernels.dequant import plain_layout
 from runtime.kernels.device import current_gpu
@@ -117,13 +117,10 @@ class ResidualPool:
                 `require_admitted`.
         """
         kernel = _kernel(current_gpu().index, self.layout, "residual_index", 0)
-        where = (self.records, self._stride(self.records), self.bank, self._stride(self.bank), self._bank_down)
         grid = kernel.gpu.num_sms * _INDEX_BLOCKS_PER_SM
-        kernel.launch(grid, (*where, slots, bank_slots, payload_bytes, len(slots), self.directory, faults))
+        kernel.launch(grid, (*self._where, slots, bank_slots, payload_bytes, len(slots), self.directory, faults))
 
-    def decode(
-        self, slot_of: Tensor, bank_slot_of: Tensor, active: Tensor, num_active: Tensor, out: Tensor
-    ) -> None:
+    def decode(self, slot_of: Tensor, bank_slot_of: Tensor, active: Tensor, num_active: Tensor, out: Tensor) -> None:
         """Write the exact weights and biases of active experts; queued on torch's current stream.
 
         Args:
@@ -136,20 +133,17 @@ class ResidualPool:
         """
         plain = plain_layout(self.layout)
         kernel = _kernel(current_gpu().index, self.layout, "residual_decode", DECODE_SMEM_BYTES)
-        where = (self.records, self._stride(self.records), self.bank, self._stride(self.bank), self._bank_down)
         stride = np.int64(out.stride(0) if out.dim() == 2 else 0)
         parts = (plain.down, plain.gate_up_bias, plain.down_bias)
         offsets = tuple(np.int64(part.offset_bytes if part else 0) for part in parts)
-        args = (*where, self.directory, active, num_active, slot_of, bank_slot_of, out, stride, *offsets)
+        args = (*self._where, self.directory, active, num_active, slot_of, bank_slot_of, out, stride, *offsets)
         kernel.launch(kernel.gpu.num_sms * _DECODE_BLOCKS_PER_SM, args)
 
     @property
-    def _bank_down(self) -> np.int64:
-        return np.int64(self.layout.down.offset_bytes)
-
-    @staticmethod
-    def _stride(slots: Tensor) -> np.int64:
-        return np.int64(slots.stride(0))
+    def _where(self) -> tuple[Argument, ...]:
+        """The first arguments of both kernels."""
+        strides = np.int64(self.records.stride(0)), np.int64(self.bank.stride(0))
+        return (self.records, strides[0], self.bank, strides[1], np.int64(self.layout.down.offset_bytes))
 
 
 def require_admitted(faults: Tensor, names: list[str]) -> None:

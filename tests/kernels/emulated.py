@@ -19,7 +19,13 @@ from runtime.kernels.layout import SlotLayout
 from tests.kernels.host import cxx
 
 EMULATOR = Path(__file__).parent / "emulator"
-HEADERS = ("activation.cuh", "expert_layer.cuh", "few_tokens.cuh", "layout.cuh", "residual.cuh")  # common.cuh is the machine's own
+HEADERS = (
+    "activation.cuh",
+    "expert_layer.cuh",
+    "few_tokens.cuh",
+    "layout.cuh",
+    "residual.cuh",
+)  # common.cuh is the machine's own
 LATE, AT_ONCE, RANDOM = range(3)  # when copies land
 
 
