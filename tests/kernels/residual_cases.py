@@ -49,6 +49,31 @@ def wild(experts: ExactExperts, share: float, seed: int) -> ExactExperts:
     )
 
 
+def with_exceptions(experts: ExactExperts, share: float, seed: int) -> ExactExperts:
+    """With finite weights far from their codes as a share of all, and scales that are negative or zero here and there."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def moved(weights: Tensor) -> Tensor:
+        factor = 4.0 ** torch.randint(-3, 2, weights.shape, generator=generator)
+        return torch.where(
+            torch.rand(weights.shape, generator=generator) < share, -factor * weights, weights
+        ).bfloat16()
+
+    def turned(linear: Codes) -> Codes:
+        factor = torch.randint(-1, 2, linear.scales.shape, generator=generator)
+        chosen = torch.rand(linear.scales.shape, generator=generator) < share
+        return Codes(linear.codes, torch.where(chosen, factor * linear.scales, linear.scales).half())
+
+    return ExactExperts(
+        experts.layout,
+        moved(experts.gate_up),
+        moved(experts.down),
+        turned(experts.gate_up_codes),
+        turned(experts.down_codes),
+        experts.biases,
+    )
+
+
 def every_word() -> ExactExperts:
     """One expert whose gate and up rows are all 65536 words, each under all 16 codes."""
     shape, form = ExpertShape(1, 1, 1024, 512), WeightForm("int4", 128)

@@ -10,6 +10,7 @@ template <class T> inline T simt_lds(u32 a) { T v; memcpy(&v, simt::at_shared(a,
 template <class T> inline void simt_sts(u32 a, T v) { memcpy(simt::at_shared(a, sizeof(T)), &v, sizeof(T)); }
 inline uint4 lds128(u32 a) { return simt_lds<uint4>(a); }
 inline u32 lds32(u32 a) { return simt_lds<u32>(a); }
+inline u32 lds16(u32 a) { return simt_lds<u16>(a); }
 inline float lds_f32(u32 a) { return simt_lds<float>(a); }
 inline float4 lds_f128(u32 a) { return simt_lds<float4>(a); }
 inline void sts32(u32 a, u32 v) { simt_sts(a, v); }
