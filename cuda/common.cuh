@@ -100,6 +100,12 @@ __device__ __forceinline__ u32 and_or(u32 a, u32 mask, u32 bits) {
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
   return d;
 }
+// Four bytes of {a, b} by the four lowest nibbles of `selector`; with bit 3 of a nibble the sign of its byte, eight times. __byte_perm has not that.
+__device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) {
+  u32 d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
+  return d;
+}
 // a - b on two BF16 values; exact for the integers used here. sm_80 has no BF16 subtraction: a * 1 + (-b).
 __device__ __forceinline__ u32 sub_bf16x2(u32 a, u32 b) {
   u32 d;

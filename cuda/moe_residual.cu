@@ -157,8 +157,7 @@ template <class AFTER> __device__ __forceinline__ void multiply(const Args& args
     for (int i = 0; i < 4; i++) after(i);
     return;
   }
-  const u32 nibbles = stage + NIBBLES_AT + (entry.low * 16 + nibble_bytes(entry) - note.nibbles);
-  at *= 4;
+  at = (stage + NIBBLES_AT + (entry.low * 16 + nibble_bytes(entry) - note.nibbles)) * 8 + at * 4;
   Scales scales;
   uint4 words;
 #pragma unroll
@@ -168,9 +167,9 @@ template <class AFTER> __device__ __forceinline__ void multiply(const Args& args
     const uint4 bytes = lds128(low + i * 512);
     const u32 first[2] = {bytes.x, bytes.y}, second[2] = {bytes.z, bytes.w};
     u32 a[4];
-    rebuild_step(i % 2 ? words.z : words.x, first, scales, table, nibbles, at, a);
+    rebuild_step(i % 2 ? words.z : words.x, first, scales, table, at, a);
     mma(acc, a[0], a[1], a[2], a[3], b[4 * i], b[4 * i + 1]);
-    rebuild_step(i % 2 ? words.w : words.y, second, scales, table, nibbles, at, a);
+    rebuild_step(i % 2 ? words.w : words.y, second, scales, table, at, a);
     mma(acc, a[0], a[1], a[2], a[3], b[4 * i + 2], b[4 * i + 3]);
     after(i);
   }

@@ -72,16 +72,16 @@ __device__ __forceinline__ Scales scales_of(u32 bits) {   // F16 of row r, and o
   for (int rh = 0; rh < 2; rh++) {
     whole[rh] = f16_to_f32(bits >> (16 * rh) & 0xffffu);
     const float half = whole[rh] * 0.5f, high = __uint_as_float(__float_as_uint(half) & 0xffff0000u);
-    s.high[rh] = __byte_perm(__float_as_uint(high), 0, 0x3232), s.low[rh] = __byte_perm(__float_as_uint(half - high), 0, 0x3232);
+    s.high[rh] = permute(__float_as_uint(high), 0, 0x3232), s.low[rh] = permute(__float_as_uint(half - high), 0, 0x3232);
   }
-  s.top = __byte_perm(f32_to_bf16x2(whole[1], whole[0]), 0, 0x3311);
+  s.top = permute(f32_to_bf16x2(whole[1], whole[0]), 0, 0x3311);
   return s;
 }
 
-// The A operand of a step: word of codes, the low bytes of rows r and r + 8, a lane's nibbles from bit `at` of the words at shared address
-// `nibbles` on; `at` goes on behind those of this step.
-__device__ __forceinline__ void rebuild_step(u32 word, const u32 (&low)[2], const Scales& s, u32 table, u32 nibbles, u32& at, u32* a) {
-  const u32 chosen = table + choice_of(zero_codes(word)) * 16, from = nibbles + (at >> 5) * 4;
+// The A operand of a step: word of codes, the low bytes of rows r and r + 8, a lane's nibbles from bit `at` of shared memory on; `at` goes on
+// behind those of this step.
+__device__ __forceinline__ void rebuild_step(u32 word, const u32 (&low)[2], const Scales& s, u32 table, u32& at, u32* a) {
+  const u32 chosen = table + choice_of(zero_codes(word)) * 16, from = at >> 3 & ~3u;
   const uint4 choice = lds128(chosen);
   const u32 next = __funnelshift_r(lds32(from), lds32(from + 4), at);
   const u32 even = next & 0x0f0f0f0fu, odd = next >> 4 & 0x0f0f0f0fu;
@@ -93,12 +93,12 @@ __device__ __forceinline__ void rebuild_step(u32 word, const u32 (&low)[2], cons
     for (int rh = 0; rh < 2; rh++) {
       const u32 code = sub_bf16x2(and_or(word >> (4 * (2 * kh + rh)), 0x000f000fu, 0x43004300u), 0x43084308u);
       const u32 half = fma_bf16x2(code, s.high[rh], fma_bf16x2(code, s.low[rh], 0x80008000u));
-      sum[rh] = half + 0x00ff00ffu - (kh ? __byte_perm(low[rh], 0, 0x4341) : low[rh] & 0x00ff00ffu);
+      sum[rh] = kh ? half + 0x00ff00ffu - permute(low[rh], 0, 0x4341) : half + (~low[rh] & 0x00ff00ffu);
     }
-    const u32 n = __byte_perm(even, odd, kh ? choice.y : choice.x);
-    const u32 high = __byte_perm(sum[0], sum[1], 0x7531) + ((kh ? choice.w : choice.z) & s.top) - n + (n & 0x08080808u) * 17;
-    a[2 * kh] = __byte_perm(low[0], high, kh ? 0x5341 : 0x5240);
-    a[2 * kh + 1] = __byte_perm(low[1], high, kh ? 0x7361 : 0x7260);
+    const u32 n = permute(even, odd, kh ? choice.y : choice.x);
+    const u32 high = permute(sum[0], sum[1], 0x7531) + ((kh ? choice.w : choice.z) & s.top) - n + (n & 0x08080808u) * 17;
+    a[2 * kh] = permute(low[0], high, kh ? 0x5341 : 0x5240);
+    a[2 * kh + 1] = permute(low[1], high, kh ? 0x7361 : 0x7260);
   }
 }
 
@@ -129,6 +129,6 @@ __device__ __forceinline__ void rebuild_step_by_weight(u32 word, const u32 (&low
     if (kh) high[1] = (high[1] & ~(255u << shift)) | byte << shift;
     else high[0] = (high[0] & ~(255u << shift)) | byte << shift;
   }
-  a[0] = __byte_perm(low[0], high[0], 0x5240), a[1] = __byte_perm(low[1], high[0], 0x7260);
-  a[2] = __byte_perm(low[0], high[1], 0x5341), a[3] = __byte_perm(low[1], high[1], 0x7361);
+  a[0] = permute(low[0], high[0], 0x5240), a[1] = permute(low[1], high[0], 0x7260);
+  a[2] = permute(low[0], high[1], 0x5341), a[3] = permute(low[1], high[1], 0x7361);
 }

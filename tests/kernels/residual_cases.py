@@ -50,7 +50,7 @@ def wild(experts: ExactExperts, share: float, seed: int) -> ExactExperts:
 
 
 def with_exceptions(experts: ExactExperts, share: float, seed: int) -> ExactExperts:
-    """With finite weights far from their codes as a share of all, and scales that are negative or zero here and there."""
+    """With finite weights far from their codes as a share of all, and as many scales negative or zero."""
     generator = torch.Generator().manual_seed(seed)
 
     def moved(weights: Tensor) -> Tensor:

@@ -62,6 +62,15 @@ inline u32 simt_bf16(float f) {
 inline u32 f32_to_bf16x2(float high, float low) { return simt_bf16(high) << 16 | simt_bf16(low); }
 inline float f16_to_f32(u32 bits) { _Float16 h; const u16 b = (u16)bits; memcpy(&h, &b, 2); return (float)h; }
 inline u32 and_or(u32 a, u32 mask, u32 bits) { return (a & mask) | bits; }
+inline u32 permute(u32 a, u32 b, u32 selector) {   // bit 3 of a selector: the sign of the byte, eight times
+  const u64 bytes = (u64)b << 32 | a;
+  u32 out = 0;
+  for (int i = 0; i < 4; i++) {
+    const u32 from = selector >> (4 * i) & 15, byte = bytes >> (8 * (from & 7)) & 255;
+    out |= (from & 8 ? (byte >> 7) * 255 : byte) << (8 * i);
+  }
+  return out;
+}
 inline u32 sub_bf16x2(u32 a, u32 b) {
   return f32_to_bf16x2(bf16_to_f32(a >> 16) - bf16_to_f32(b >> 16), bf16_to_f32(a & 0xffff) - bf16_to_f32(b & 0xffff));
 }

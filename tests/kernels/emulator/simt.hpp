@@ -267,15 +267,6 @@ inline int2 make_int2(int x, int y) { return {x, y}; }
 template <class A, class B> inline auto min(A a, B b) -> decltype(a + b) { return a < b ? a : b; }
 template <class A, class B> inline auto max(A a, B b) -> decltype(a + b) { return a > b ? a : b; }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
-inline u32 __byte_perm(u32 a, u32 b, u32 selector) {   // bit 3 of a selector: the sign of the byte, eight times
-  const u64 bytes = (u64)b << 32 | a;
-  u32 out = 0;
-  for (int i = 0; i < 4; i++) {
-    const u32 from = selector >> (4 * i) & 15, byte = bytes >> (8 * (from & 7)) & 255;
-    out |= (from & 8 ? (byte >> 7) * 255 : byte) << (8 * i);
-  }
-  return out;
-}
 inline u32 __funnelshift_r(u32 low, u32 high, u32 shift) { return (u32)(((u64)high << 32 | low) >> (shift & 31)); }
 inline float __uint_as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
 inline u32 __float_as_uint(float f) { u32 v; memcpy(&v, &f, 4); return v; }
