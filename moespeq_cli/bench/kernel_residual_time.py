@@ -37,14 +37,14 @@ class Layer:
         exact: uint8 [E, bytes of a BF16 slot], expert e in row e.
         slot_of: int32 [E], of the records.
         own: int32 [E], 0 to E - 1.
-        record_bytes: of one record, in the mean.
+        lengths: int64 [E], bytes of the records.
     """
 
     pool: ResidualPool
     exact: Tensor
     slot_of: Tensor
     own: Tensor
-    record_bytes: float
+    lengths: Tensor
 
     @classmethod
     def random(cls, shape: ExpertShape, form: WeightForm, seed: int) -> Layer:
@@ -55,12 +55,17 @@ class Layer:
         exact = experts.exact().cuda()
         own = torch.arange(count, dtype=torch.int32, device="cuda")
         repeated = exact[torch.arange(count, device="cuda") % len(exact)]
-        return cls(pool, repeated, order.int(), own, sum(lengths) / len(lengths))
+        return cls(pool, repeated, order.int(), own, torch.tensor(lengths, device="cuda"))
 
     def clone(self) -> Layer:
         """The same at another place."""
         tensors = (self.pool.records.clone(), self.pool.directory.clone(), self.pool.bank.clone())
         return dataclasses.replace(self, pool=ResidualPool(self.pool.layout, *tensors), exact=self.exact.clone())
+
+    @property
+    def record_bytes(self) -> float:
+        """Of one record, in the mean."""
+        return float(self.lengths.double().mean())
 
     @property
     def expert_bytes(self) -> float:
@@ -192,7 +197,6 @@ def _time_decode(layer: Layer, machine: Machine) -> Result:
     out = torch.empty_like(layer.exact)
     number = torch.tensor([count], dtype=torch.int32, device=device)
     faults = torch.zeros(count, dtype=torch.int32, device=device)
-    lengths = torch.full((count,), int(layer.record_bytes), dtype=torch.int64, device=device)
     half = out.view(torch.int64)
     other = torch.empty_like(half)
 
@@ -204,7 +208,7 @@ def _time_decode(layer: Layer, machine: Machine) -> Result:
 
     times, copy = replay([decoding] * 4), replay([copying] * 4)
     spare = dataclasses.replace(layer.pool, directory=layer.pool.directory.clone())
-    index = replay([lambda: spare.admit(layer.slot_of, layer.own, lengths, faults)] * 4)
+    index = replay([lambda: spare.admit(layer.slot_of, layer.own, layer.lengths, faults)] * 4)
     written = plain_layout(layout).weight_bytes
     moved = count * (layer.expert_bytes + written)
     return {
