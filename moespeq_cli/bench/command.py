@@ -81,7 +81,7 @@ def decode(
         from runtime.config import make_settings
 
         memories = [part.strip() for part in expert_memory.split(",") if part.strip()]
-        result = decode_built(
+        decode_built(
             geometry,
             layers,
             memories,
@@ -95,8 +95,8 @@ def decode(
             window_memory=window_memory,
             ablations=ablations,
             first_token=_numbers("--first-token", first_tokens),
+            save=lambda figures: _finish(output, figures),
         )
-        _finish(output, result)
         return
     from moespeq_cli.bench import decode as sweep
     from moespeq_cli.bench.prompts import bench_prompts

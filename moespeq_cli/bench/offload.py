@@ -26,8 +26,8 @@ from runtime.memory.clairvoyant import Trace, belady
 from runtime.memory.location import ExpertKey
 from runtime.memory.plan import MemoryPlan
 from runtime.memory.sizes import parse_size
+from runtime.model.families import MoeSpec
 
-Advance = Callable[[], None]
 PLAIN: dict[str, Any] = {"speculate": False, "prefetch": "none", "eviction": "lru"}
 CLASSIC_WINDOWS = (1, 2, 4)
 
@@ -102,14 +102,25 @@ class Sweep:
         prompts: token ids, decoded one after another with one cache.
         max_new_tokens: of each.
         repeats: runs of each mode; times are medians.
+        toolkit: makes what computes, with recorded passes or without.
+        device_bytes: memory to plan with; None asks the GPU.
     """
 
     def __init__(
-        self, parts: Parts, base: RunSettings, prompts: Sequence[list[int]], max_new_tokens: int, repeats: int
+        self,
+        parts: Parts,
+        base: RunSettings,
+        prompts: Sequence[list[int]],
+        max_new_tokens: int,
+        repeats: int,
+        toolkit: Callable[[bool], Toolkit] | None = None,
+        device_bytes: int | None = None,
     ) -> None:
         self._parts, self._base, self._prompts = parts, base, prompts
         self._max_new_tokens, self._repeats = max_new_tokens, repeats
-        self._toolkits = {graphs: Toolkit.cuda(base, graphs) for graphs in (True, False)}
+        self._toolkit = toolkit or (lambda graphs: Toolkit.cuda(base, graphs))
+        self._toolkits = {graphs: self._toolkit(graphs) for graphs in (True, False)}
+        self._device_bytes = device_bytes
         spec = parts.model.spec
         assert parts.bank is not None and isinstance(parts.tier, Arena)
         self._arena = parts.tier
@@ -125,7 +136,23 @@ class Sweep:
             dense_bytes=self._parts.model.dense_bytes,
             draft_bytes=self.draft_bytes if settings.speculate else 0,
             slot_bytes=self._parts.store.max_record_bytes,
+            device_bytes=self._device_bytes,
         )
+
+    def of_prompt(self, prompt: list[int]) -> Sweep:
+        """The same for the first token of one prompt."""
+        return Sweep(self._parts, self._base, [prompt], 1, 1, self._toolkit, self._device_bytes)
+
+    @property
+    def spec(self) -> MoeSpec:
+        """What the model is."""
+        return self._parts.model.spec
+
+    @property
+    def ids(self) -> tuple[int, int]:
+        """The lowest and the highest id of the prompts."""
+        ids = [token for prompt in self._prompts for token in prompt]
+        return min(ids), max(ids)
 
     def settings(self, mode: Mode, memory: str) -> RunSettings:
         """Of a mode that has so much device memory for all that experts take, draft and slots.
@@ -159,7 +186,7 @@ class Sweep:
             self._parts, tier=self._arena.borrowed(), bank=self._parts.bank if settings.speculate else None
         )
         rows: list[list[ExpertKey]] = []
-        torch.cuda.reset_peak_memory_stats()
+        toolkit.accelerator.forget_peak()
         with GpuEngine(parts, settings, plan, toolkit, keep_trace=True) as engine:
             inner = engine.rows
 
@@ -174,7 +201,7 @@ class Sweep:
             report, trace = engine.report(), engine.trace()
             everything = plan.num_slots >= engine.spec.num_records  # then all of it was read before the first text
             fewest = 0 if everything else check_reads(trace, plan.num_slots, engine.cache.stats)
-            peak = torch.cuda.max_memory_allocated() - (0 if settings.speculate else self.draft_bytes)
+            peak = toolkit.accelerator.peak_bytes() - (0 if settings.speculate else self.draft_bytes)
         return Outcome(_figures(report, fewest * plan.slot_bytes, peak, plan), tokens, rows, trace)
 
 
@@ -208,9 +235,9 @@ def _figures(report: dict[str, Any], own_bound_bytes: int, peak_bytes: int, plan
 
 
 def compare(
-    sweep: Sweep, memories: Sequence[str], ways: Sequence[Mode], advance: Advance
+    sweep: Sweep, memories: Sequence[str], ways: Sequence[Mode], done: Callable[[dict[str, Any]], None]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Every way at every amount of memory, and what the routing is like.
+    """Every way at every amount of memory, and what the routing is like; `done` is told each row as it is measured.
 
     Raises:
         RuntimeError: a way gave other tokens than the first one; nothing is reported then.
@@ -224,15 +251,11 @@ def compare(
             if found.tokens != reference.tokens:
                 raise RuntimeError(f"{mode.name} at {memory} changed the text: nothing is reported")
             fewest = belady(reference.trace, found.figures["num_slots"])
-            bound = fewest * sweep.expert_bytes / (len(_all_keys(sweep)) * found.figures["new_tokens"])
+            bound = fewest * sweep.expert_bytes / (sweep.spec.num_records * found.figures["new_tokens"])
             rows.append(found.figures | {"clairvoyant_bytes_per_token": bound})
-            advance()
+            done(rows[-1])
     assert reference is not None
-    return rows, routing(reference.rows, len(sweep._parts.model.spec.moe_layers), sweep._parts.model.spec.num_experts)
-
-
-def _all_keys(sweep: Sweep) -> list[ExpertKey]:
-    return sweep._parts.model.spec.expert_keys()
+    return rows, routing(reference.rows, len(sweep.spec.moe_layers), sweep.spec.num_experts)
 
 
 def routing(rows: Sequence[Sequence[ExpertKey]], num_layers: int, num_experts: int) -> dict[str, float]:
@@ -282,19 +305,17 @@ def make_prompts(count: int, length: int, first_id: int, last_id: int, seed: int
     return torch.randint(first_id, last_id, (count, length), generator=generator).tolist()
 
 
-def first_token(sweep: Sweep, memory: str, length: int, advance: Advance) -> dict[str, Any]:
+def first_token(sweep: Sweep, memory: str, length: int) -> dict[str, Any]:
     """Time to the first token of a prompt, the cache empty; the second of two runs, as the first one compiles.
 
     `link_ms` is what the bytes read take at the highest rate that the link showed in these runs.
     """
-    mode = modes()[-1]
-    prompt = make_prompts(1, length, *_ids(sweep), seed=length)
-    one = Sweep(sweep._parts, sweep._base, prompt, 1, 1)
-    runs = [one.run(mode, memory).figures for _ in range(2)]
+    (prompt,) = make_prompts(1, length, *sweep.ids, seed=length)
+    one = sweep.of_prompt(prompt)
+    runs = [one.run(modes()[-1], memory).figures for _ in range(2)]
     best_rate = max(run["link_gb_per_s"] for run in runs) * 1e9
     last = runs[-1]
     read = last["total_bytes_per_token"] * last["new_tokens"]
-    advance()
     return {
         "tokens": length,
         "ms": 1e3 * (last["prefill_s"] + last["decode_s"]),
@@ -304,6 +325,17 @@ def first_token(sweep: Sweep, memory: str, length: int, advance: Advance) -> dic
     }
 
 
-def _ids(sweep: Sweep) -> tuple[int, int]:
-    ids = [token for prompt in sweep._prompts for token in prompt]
-    return min(ids), max(ids)
+def first_token_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The times to the first token as Markdown."""
+    head = ("prompt", "to the first token, ms", "GB read", "bytes over the link alone, ms", "ratio")
+    lines = [
+        (
+            str(row["tokens"]),
+            number(row["ms"], 1),
+            number(row["read_bytes"] / 1e9),
+            number(row["link_ms"], 1),
+            number(row["ms"] / row["link_ms"]) if row["link_ms"] else "n/a",
+        )
+        for row in rows
+    ]
+    return markdown(head, lines)

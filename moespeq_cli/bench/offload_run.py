@@ -9,10 +9,13 @@ from typing import Any
 
 from moespeq_cli import console
 from moespeq_cli.bench.synthetic.models import SPECIAL_IDS, TEXT_IDS
-from moespeq_cli.bench.tables import markdown, number, percent
+from moespeq_cli.bench.tables import percent
 from runtime.config import RunSettings
 
 CONTEXT_MARGIN = 64  # beside prompt and answer
+
+
+Save = Callable[[dict[str, Any]], None]
 
 
 def decode_built(
@@ -30,8 +33,9 @@ def decode_built(
     window_memory: str,
     ablations: bool,
     first_token: Sequence[int],
-) -> dict[str, Any]:
-    """Measure a built model on the GPU and print the tables; returns the raw figures.
+    save: Save,
+) -> None:
+    """Measure a built model on the GPU and print the tables.
 
     Args:
         geometry: a key of the models that can be built.
@@ -44,6 +48,7 @@ def decode_built(
         windows, verifies: of the sweep at `window_memory`; nothing without either.
         ablations: whether parts are left out, at `window_memory`.
         first_token: lengths of prompts for which the time to the first token is measured.
+        save: is given the raw figures again after every way, so that a run that is stopped leaves what it measured.
 
     Raises:
         KernelError: no GPU that will do.
@@ -65,34 +70,23 @@ def decode_built(
     with console.progress("layers of experts", config.num_hidden_layers) as bar:
         parts = build_parts(config, Toolkit.cuda(settings), needed, advance=bar.advance)
     built_s = time.perf_counter() - started
-    try:
-        asked = offload.make_prompts(prompts, prompt_tokens, max(SPECIAL_IDS) + 1, TEXT_IDS)
-        sweep = offload.Sweep(parts, settings, asked, max_new_tokens, repeats)
-        ways = offload.modes()
-        left_out = [ways[-1], *offload.ABLATIONS] if ablations else []
-        grid = [
-            offload.Mode(f"{w}/{v}", {"prefetch_window": w, "verify_window": v, "governor": "fixed"})
-            for w in windows
-            for v in verifies
-        ]
-        total = len(memories) * len(ways) + len(left_out) + len(grid) + len(first_token)
-        console.note(
-            f"built in {built_s:.0f} s; draft {sweep.draft_bytes / 1e9:.2f} GB, "
-            f"{sweep.draft_bytes / sweep.expert_bytes:.1%} of {sweep.expert_bytes / 1e9:.2f} GB of experts; "
-            f"{total} ways, {prompts} prompts of {prompt_tokens} tokens, {max_new_tokens} new tokens each, "
-            f"{repeats} repeats"
-        )
-        with console.progress("ways", total) as bar:
-            rows, routing = offload.compare(sweep, memories, ways, bar.advance)
-            cut, _ = offload.compare(sweep, [window_memory], left_out, bar.advance) if left_out else ([], None)
-            windowed, _ = offload.compare(sweep, [window_memory], grid, bar.advance) if grid else ([], None)
-            firsts = [offload.first_token(sweep, window_memory, length, bar.advance) for length in first_token]
-    finally:
-        parts.tier.close()
-    look = next(row for row in rows if row["mode"] == ways[-1].name)
-    routing |= {"experts_alike": look["routing_agreement"], "greedy_alike": look["acceptance"]}
-    _print(offload.table, rows, cut, windowed, firsts, routing, window_memory)
-    return {
+    asked = offload.make_prompts(prompts, prompt_tokens, max(SPECIAL_IDS) + 1, TEXT_IDS)
+    sweep = offload.Sweep(parts, settings, asked, max_new_tokens, repeats)
+    ways = offload.modes()
+    left_out = [ways[-1], *offload.ABLATIONS] if ablations else []
+    grid = [
+        offload.Mode(f"{w}/{v}", {"prefetch_window": w, "verify_window": v, "governor": "fixed"})
+        for w in windows
+        for v in verifies
+    ]
+    total = len(memories) * len(ways) + len(left_out) + len(grid) + len(first_token)
+    console.note(
+        f"built in {built_s:.0f} s; draft {sweep.draft_bytes / 1e9:.2f} GB, "
+        f"{sweep.draft_bytes / sweep.expert_bytes:.1%} of {sweep.expert_bytes / 1e9:.2f} GB of experts; "
+        f"{total} ways, {prompts} prompts of {prompt_tokens} tokens, {max_new_tokens} new tokens each, "
+        f"{repeats} repeats"
+    )
+    result: dict[str, Any] = {
         "environment_gpu": gpu_environment(),
         "geometry": geometry,
         "layers": config.num_hidden_layers,
@@ -104,43 +98,50 @@ def decode_built(
         "max_new_tokens": max_new_tokens,
         "repeats": repeats,
         "settings": dataclasses.asdict(settings),
-        "routing": routing,
-        "modes": rows,
-        "ablations": cut,
-        "windows": windowed,
-        "first_token": firsts,
+        "routing": {},
+        "modes": [],
+        "ablations": [],
+        "windows": [],
+        "first_token": [],
     }
+    try:
+        with console.progress("ways", total) as bar:
+
+            def keep(part: str) -> Save:
+                def done(row: dict[str, Any]) -> None:
+                    result[part].append(row)
+                    save(result)
+                    bar.advance()
+
+                return done
+
+            _, routing = offload.compare(sweep, memories, ways, keep("modes"))
+            look = next(row for row in result["modes"] if row["mode"] == ways[-1].name)
+            alike = {"experts_alike": look["routing_agreement"], "greedy_alike": look["acceptance"]}
+            result["routing"] = routing | alike
+            for part, more in (("ablations", left_out), ("windows", grid)):
+                if more:
+                    offload.compare(sweep, [window_memory], more, keep(part))
+            for length in first_token:
+                keep("first_token")(offload.first_token(sweep, window_memory, length))
+    finally:
+        parts.tier.close()
+    _print(result, window_memory)
 
 
-def _print(
-    table: Callable[[Sequence[dict[str, Any]]], str],
-    rows: Sequence[dict[str, Any]],
-    cut: Sequence[dict[str, Any]],
-    windowed: Sequence[dict[str, Any]],
-    firsts: Sequence[dict[str, Any]],
-    routing: dict[str, Any],
-    memory: str,
-) -> None:
+def _print(result: dict[str, Any], memory: str) -> None:
+    from moespeq_cli.bench.offload import first_token_table, table
+
+    routing = result["routing"]
     print(
         f"Routing over {routing['rows']} rows: entropy {percent(routing['entropy'])} of its maximum, neighbours share "
         f"{percent(routing['neighbours'])}, draft's experts as the target's {percent(routing['experts_alike'])}, next "
         f"tokens {percent(routing['greedy_alike'])}\n"
     )
-    print(table(rows))
-    if cut:
-        print(f"\nParts left out, {memory}:\n\n{table(cut)}")
-    if windowed:
-        print(f"\nWindow / verified, {memory}:\n\n{table(windowed)}")
-    if firsts:
-        head = ("prompt", "to the first token, ms", "GB read", "bytes over the link alone, ms", "ratio")
-        lines = [
-            (
-                str(row["tokens"]),
-                number(row["ms"], 1),
-                number(row["read_bytes"] / 1e9),
-                number(row["link_ms"], 1),
-                number(row["ms"] / row["link_ms"]) if row["link_ms"] else "n/a",
-            )
-            for row in firsts
-        ]
-        print(f"\nFirst token, {memory}, cache empty:\n\n{markdown(head, lines)}")
+    print(table(result["modes"]))
+    if result["ablations"]:
+        print(f"\nParts left out, {memory}:\n\n{table(result['ablations'])}")
+    if result["windows"]:
+        print(f"\nWindow / verified, {memory}:\n\n{table(result['windows'])}")
+    if result["first_token"]:
+        print(f"\nFirst token, {memory}, cache empty:\n\n{first_token_table(result['first_token'])}")

@@ -80,6 +80,12 @@ class Accelerator(Protocol):
             pinned: whether the source may be read by the device itself.
         """
 
+    def forget_peak(self) -> None:
+        """Measure the peak of the device's memory from here on."""
+
+    def peak_bytes(self) -> int:
+        """The most of the device's memory that tensors took since then."""
+
     def record(self, forward: Forward, cut: bool) -> Run:
         """Record a pass, to be queued many times with what its tensors then hold.
 
@@ -218,6 +224,14 @@ class Cuda:
     def mark(self) -> Mark:
         """See `Accelerator`."""
         return CudaMark(self._stream, self.meanwhile)
+
+    def forget_peak(self) -> None:
+        """See `Accelerator`."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak_bytes(self) -> int:
+        """See `Accelerator`."""
+        return torch.cuda.max_memory_allocated(self.device)
 
     def start_copy(self, to: Tensor, source: Tensor, urgent: bool) -> Landing:
         """See `Accelerator`."""
