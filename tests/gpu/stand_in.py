@@ -48,9 +48,9 @@ class Processor:
     """See `Accelerator`."""
 
     device = torch.device("cpu")
-    needs_pinned = False
 
-    def __init__(self) -> None:
+    def __init__(self, needs_pinned: bool = False) -> None:
+        self.needs_pinned = needs_pinned
         self.meanwhile: Callable[[], None] | None = None
 
     def active(self) -> AbstractContextManager[object]:
@@ -134,8 +134,11 @@ class TorchKernels:
         return gate_up_rows[0].float(), down_rows[0].float()
 
 
-def toolkit(made: list[TorchKernels] | None = None) -> Toolkit:
-    """A toolkit on the processor; the kernels that it makes are added to `made`, the bank's before the target's."""
+def toolkit(made: list[TorchKernels] | None = None, needs_pinned: bool = False) -> Toolkit:
+    """A toolkit on the processor; the kernels that it makes are added to `made`, the bank's before the target's.
+
+    With `needs_pinned` it is as if the driver had refused to pin the arena.
+    """
 
     def kernels(layout: SlotLayout, num_slots: int, max_tokens: int) -> TorchKernels:
         one = TorchKernels(layout)
@@ -143,12 +146,16 @@ def toolkit(made: list[TorchKernels] | None = None) -> Toolkit:
             made.append(one)
         return one
 
-    return Toolkit(Processor(), kernels)
+    return Toolkit(Processor(needs_pinned), kernels)
 
 
 def open_gpu(
-    pack: Pack, settings: RunSettings, keep_trace: bool = False, made: list[TorchKernels] | None = None
+    pack: Pack,
+    settings: RunSettings,
+    keep_trace: bool = False,
+    made: list[TorchKernels] | None = None,
+    needs_pinned: bool = False,
 ) -> GpuEngine:
     """The GPU's engine on the processor, as if with 8 GB of memory of its own."""
-    plan, tools = plan_gpu(pack, settings, device_bytes=8 * 10**9), toolkit(made)
+    plan, tools = plan_gpu(pack, settings, device_bytes=8 * 10**9), toolkit(made, needs_pinned)
     return GpuEngine(load_pack(pack, settings, plan, tools), settings, plan, tools, keep_trace)

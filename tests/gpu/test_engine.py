@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +16,12 @@ from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
 from runtime.decode.sampling import SamplingSettings
 from runtime.engine import Request
-from runtime.errors import InputError, PlanError, StorageError
+from runtime.errors import ArtifactError, InputError, PlanError
 from runtime.gpu import engine as gpu_engine
 from runtime.gpu.plan import plan_gpu
 from runtime.gpu.target import ROWS
 from tests.decode.conftest import PackOf
-from tests.decode.packs import prompt_of
+from tests.decode.packs import build, prompt_of
 from tests.gpu.stand_in import TorchKernels, open_gpu
 
 COUNT = 14
@@ -35,11 +38,12 @@ def generate(
     length: int = 20,
     sampling: SamplingSettings | None = None,
     made: list[TorchKernels] | None = None,
+    needs_pinned: bool = False,
     **changes: Any,
 ) -> tuple[list[int], dict[str, Any], dict[tuple[int, ...], Tensor]]:
     """Tokens, the report, and the logits of every row whose whole text is known, by that text."""
     logits: dict[tuple[int, ...], Tensor] = {}
-    with open_gpu(pack, settings_of(pack, **changes), made=made) as engine:
+    with open_gpu(pack, settings_of(pack, **changes), made=made, needs_pinned=needs_pinned) as engine:
         text, inner = prompt_of(length), engine.rows
 
         def rows(tokens: Any, position: int) -> Any:
@@ -70,6 +74,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fewer slots than a row needs": {"slots": 1, "verify_window": 3, "governor": "fixed"},
     "a pass of all rows": {"slots": 6, "prefetch_window": 12, "verify_window": 11, "governor": "fixed"},
     "half on disk": {"slots": 4, "host_cache_size": "50%"},
+    "memory that cannot be pinned": {"slots": 4, "needs_pinned": True},
     "one in host memory": {"slots": 4, "host_cache_size": "12.5%"},
     "plain, lru": {"slots": 4, "speculate": False, "prefetch": "none", "eviction": "lru"},
     "history": {"slots": 4, "prefetch": "history", "eviction": "priority"},
@@ -139,17 +144,63 @@ def test_experts_that_are_here_are_computed_while_others_come(pack_of: PackOf) -
     assert any(0 < experts < pack.spec.top_k for rows, experts in made[-1].calls if rows == ROWS)
 
 
-def test_an_expert_that_cannot_be_read_ends_the_text_and_leaves_no_thread(pack_of: PackOf) -> None:
-    import threading
-
-    pack = pack_of("qwen2_moe", torch.bfloat16)
+def test_a_shard_cut_while_running_ends_the_text_and_leaves_no_thread(tmp_path: Path) -> None:
+    pack = build(tmp_path, "qwen2_moe", torch.bfloat16)
     before = threading.active_count()
     with open_gpu(pack, settings_of(pack, 3, speculate=False, host_cache_size="25%")) as engine:
         tokens = engine.generate(Request(prompt_of(20), COUNT, frozenset(), SamplingSettings()))
         next(tokens)
-        engine._parts.close()  # the files go away
-        with pytest.raises(StorageError, match="open store"):
+        for shard in pack.folder.glob("target-*.safetensors"):
+            os.truncate(shard, 4096)
+        with pytest.raises(ArtifactError, match=r"target-\d+\.safetensors \(layer"):
             list(tokens)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("where", ["prompt", "rows"])
+@pytest.mark.parametrize("changes", [{}, {"host_cache_size": "25%"}, {"needs_pinned": True}])
+def test_ctrl_c_leaves_no_thread_and_the_next_text_is_right(
+    pack_of: PackOf, where: str, changes: dict[str, Any]
+) -> None:
+    pack, needs_pinned = pack_of("qwen2_moe", torch.bfloat16), bool(changes.get("needs_pinned"))
+    settings = settings_of(pack, 4, **{name: value for name, value in changes.items() if name != "needs_pinned"})
+    before = threading.active_count()
+    with open_gpu(pack, settings, needs_pinned=needs_pinned) as engine:
+        part: Any = engine._blocks if where == "prompt" else engine._rows
+        compute, calls = part.compute, 0
+
+        def interrupted(*arguments: Any) -> Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise KeyboardInterrupt
+            found: Tensor = compute(*arguments)
+            return found
+
+        part.compute = interrupted
+        request = Request(prompt_of(20), COUNT, frozenset(), SamplingSettings())
+        with pytest.raises(KeyboardInterrupt):
+            list(engine.generate(request))
+        part.compute = compute
+        assert list(engine.generate(request)) == alone(pack)[0]
+    assert threading.active_count() == before
+
+
+def test_a_gpu_without_the_memory_is_refused_with_what_to_do(pack_of: PackOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    empty = torch.empty
+
+    def full(*sizes: Any, **kind: Any) -> Tensor:
+        if kind.get("dtype") is torch.uint8 and len(sizes) == 2:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nGPU 0 has ...")
+        made: Tensor = empty(*sizes, **kind)
+        return made
+
+    before = threading.active_count()
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(PlanError, match="Tried to allocate") as refused:
+        open_gpu(pack, settings_of(pack, 4))
+    assert "--expert-cache" in refused.value.mend and "\n" not in refused.value.found
     assert threading.active_count() == before
 
 
