@@ -11,6 +11,8 @@ from moespeq_cli import console
 from moespeq_cli.bench.synthetic.command import make_model
 from moespeq_cli.options import DEFAULT_ARTIFACTS, Artifacts
 
+_BUILT = "A built model on a GPU"
+
 bench = typer.Typer(help="Measure, for the docs", no_args_is_help=True)
 bench.command()(make_model)
 
@@ -47,10 +49,68 @@ def decode(
         str, typer.Option("--verify-windows", help="Verification lengths, comma-separated")
     ] = "0,1,2,3,4",
     window_cache: Annotated[str, typer.Option("--window-cache", help="Cache size of the window sweep")] = "25%",
+    geometry: Annotated[
+        str | None,
+        typer.Option("--geometry", help="Measure a model that is built in memory, on the GPU", rich_help_panel=_BUILT),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option("--layers", min=1, help="Fewer layers than the model has", rich_help_panel=_BUILT)
+    ] = None,
+    expert_memory: Annotated[
+        str,
+        typer.Option(
+            "--expert-memory",
+            help="Device memory for draft and slots, shares of the BF16 expert bytes, comma-separated",
+            rich_help_panel=_BUILT,
+        ),
+    ] = "40%,51%,75%",
+    window_memory: Annotated[
+        str,
+        typer.Option("--window-memory", help="Of the window sweep, ablations and first tokens", rich_help_panel=_BUILT),
+    ] = "51%",
+    prompt_tokens: Annotated[
+        int, typer.Option("--prompt-tokens", min=1, help="Length of each prompt", rich_help_panel=_BUILT)
+    ] = 64,
+    first_tokens: Annotated[
+        str,
+        typer.Option(
+            "--first-token",
+            help="Lengths of prompts to time to their first token, comma-separated; empty skips",
+            rich_help_panel=_BUILT,
+        ),
+    ] = "64,512,4096",
+    ablations: Annotated[
+        bool, typer.Option("--ablations/--no-ablations", help="Leave parts out one by one", rich_help_panel=_BUILT)
+    ] = True,
+    config: Annotated[
+        str | None, typer.Option("--config", help="Deployment profile of the run", rich_help_panel=_BUILT)
+    ] = None,
     threads: Cores = 0,
     output: Output = None,
 ) -> None:
-    """Cache sizes, eviction, prefetch and windows side by side on the embedded prompts"""
+    """Cache sizes, eviction, prefetch and windows side by side: the embedded model, or a built one on a GPU"""
+    if geometry is not None:
+        from moespeq_cli.bench.offload_run import decode_built
+        from runtime.config import make_settings
+
+        memories = [part.strip() for part in expert_memory.split(",") if part.strip()]
+        decode_built(
+            geometry,
+            layers,
+            memories,
+            make_settings(config, {"device": "cuda"}),
+            prompts=prompts,
+            prompt_tokens=prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            windows=_numbers("--windows", windows),
+            verifies=_numbers("--verify-windows", verifies),
+            window_memory=window_memory,
+            ablations=ablations,
+            first_token=_numbers("--first-token", first_tokens),
+            save=lambda figures: _finish(output, figures),
+        )
+        return
     from moespeq_cli.bench import decode as sweep
     from moespeq_cli.bench.prompts import bench_prompts
 
@@ -190,7 +250,11 @@ def kernels(
     ] = None,
     form: Annotated[
         list[str] | None,
-        typer.Option("--form", help="int4, int8 or bf16; repeat it for more", show_default="int4 and bf16"),
+        typer.Option(
+            "--form",
+            help="int4, int8, bf16, or residual: exact weights from records and codes; repeat it for more",
+            show_default="int4 and bf16",
+        ),
     ] = None,
     tokens: Annotated[
         str, typer.Option("--tokens", help="Tokens of a call, comma-separated")
@@ -214,13 +278,19 @@ def kernels(
     """Expert kernels on the GPU: right first, then time, bandwidth and distance from the floor"""
     from moespeq_cli.bench import kernels as measure
     from moespeq_cli.bench.geometry import SEED_TABLE, parse_geometries
-    from moespeq_cli.bench.kernel_session import KernelSession, parse_forms
+    from moespeq_cli.bench.kernel_session import KernelSession, parse_forms, residual_form
 
     sizes = sorted(set(_numbers("--tokens", tokens)))
-    plan = measure.Plan(parse_geometries(geometry), parse_forms(form, group_size), sizes, check)
+    plan = measure.Plan(
+        parse_geometries(geometry),
+        parse_forms(form, group_size),
+        sizes,
+        check,
+        residual=residual_form(form, group_size),
+    )
     _require_file(output)
     session = KernelSession.open(plan, candidate, tune)
-    cases = len(plan.cases) + (len(SEED_TABLE) if seed_table else 0)
+    cases = plan.num_cases + (len(SEED_TABLE) if seed_table else 0)
     console.note(session.announcement())
     with console.progress("layers", cases) as bar:
         session.measure(bar.advance, seed_table)
