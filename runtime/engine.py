@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from runtime.artifacts.pack import Pack
+from runtime.artifacts.residual_decoder import why_slow
 from runtime.config import RunSettings
 from runtime.decode.bank import DraftBank
 from runtime.decode.draft_records import DraftRecords
@@ -321,6 +322,8 @@ class Engine(BaseEngine):
                 "kv": self.host.kv.allocated_bytes,
             },
             "direct_io": self._store.direct,
+            "decode_s": self._experts.decode_s,
+            "slow_decode": why_slow() if self.pack.leans_on_draft else None,
         }
 
     def close(self) -> None:

@@ -300,6 +300,11 @@ def _answer(
         if not results:
             console.note("no prompts came in")
         report = engine.report() | {"finished": True, "results": results}
+        if report.get("slow_decode") is not None:
+            console.note(
+                f"residual records were decoded by NumPy, some twenty times slower than compiled code: "
+                f"{report['slow_decode']}"
+            )
     if stats is not None:
         output.write_figures(stats, report)
     _summarise(report)
