@@ -17,6 +17,11 @@ __device__ __forceinline__ u32 lds32(u32 a) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a));
   return v;
 }
+__device__ __forceinline__ u32 lds16(u32 a) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(a));
+  return v;
+}
 __device__ __forceinline__ float lds_f32(u32 a) { return __uint_as_float(lds32(a)); }
 __device__ __forceinline__ float4 lds_f128(u32 a) {
   uint4 v = lds128(a);
@@ -95,10 +100,22 @@ __device__ __forceinline__ u32 and_or(u32 a, u32 mask, u32 bits) {
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
   return d;
 }
+// Four bytes of {a, b} by the four lowest nibbles of `selector`; with bit 3 of a nibble the sign of its byte, eight times. __byte_perm has not that.
+__device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) {
+  u32 d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
+  return d;
+}
 // a - b on two BF16 values; exact for the integers used here. sm_80 has no BF16 subtraction: a * 1 + (-b).
 __device__ __forceinline__ u32 sub_bf16x2(u32 a, u32 b) {
   u32 d;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(0x3f803f80u), "r"(b ^ 0x80008000u));
+  return d;
+}
+// a * b + c on two BF16 values, rounded once; c = 0x80008000, two negative zeros, leaves the product
+__device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
 

@@ -24,6 +24,9 @@
 #ifndef BIAS
 #define BIAS 0
 #endif
+#ifndef RECORDS
+#define RECORDS 0      // whether an expert has a record beside its slot (moe_residual.cu)
+#endif
 #ifndef INTERLEAVE
 #define INTERLEAVE 1   // experts whose tiles alternate in the pool (code forms)
 #endif
@@ -56,4 +59,5 @@
 #define OFF_LIST (OFF_SLOT + (NUM_EXPERTS + 1) / 2 * 8)            // int2 [MAX_ACTIVE]: slot, one of the pairs
 #define OFF_WORDS (OFF_LIST + MAX_ACTIVE * 8)                      // u32 [LEVELS][EXPERT_WORDS]: experts with more than 8 * level tokens; then the block's claim
 #define OFF_PAIRS (OFF_WORDS + (LEVELS * EXPERT_WORDS + 1) * 4)    // u16 [MAX_ACTIVE][COLUMNS]: pair of a column, NO_PAIR
-#define SHARED_BYTES (OFF_PAIRS + MAX_ACTIVE * COLUMNS * 2)
+#define OFF_RECORD ((OFF_PAIRS + MAX_ACTIVE * COLUMNS * 2 + 3) / 4 * 4)   // int [NUM_EXPERTS], int [MAX_ACTIVE]: slots of records
+#define SHARED_BYTES (RECORDS ? OFF_RECORD + (NUM_EXPERTS + MAX_ACTIVE) * 4 : OFF_PAIRS + MAX_ACTIVE * COLUMNS * 2)

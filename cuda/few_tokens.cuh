@@ -19,10 +19,15 @@ __device__ __forceinline__ int2* active_list() { return (int2*)(smem + OFF_LIST)
 __device__ __forceinline__ u32* active_words() { return (u32*)(smem + OFF_WORDS); }
 __device__ __forceinline__ u32& block_claim() { return active_words()[LEVELS * EXPERT_WORDS]; }
 __device__ __forceinline__ u16* active_pairs() { return (u16*)(smem + OFF_PAIRS); }
+__device__ __forceinline__ int* records() { return (int*)(smem + OFF_RECORD); }
+__device__ __forceinline__ int* active_records() { return records() + NUM_EXPERTS; }
 
 struct Args {
   const u16* x; const int* index; const float* weight; const int* slot_of; const u8* pool;
   u32* state; u16* h; u16* y; float* pairs; int num_tokens; int resume; int first_claim;
+#if RECORDS
+  const int* record_of; const u8* records; u64 record_bytes; const u8* directory;   // residual.cu
+#endif
 };
 
 __device__ __forceinline__ int count_active() {
@@ -36,7 +41,14 @@ template <int FIRST, int COUNT, int BARRIER> __device__ __forceinline__ void mak
   const int tid = threadIdx.x - FIRST, num_pairs = args.num_tokens * TOP_K;
   u32 claim = 0;
   if (tid == COUNT - 32) claim = atomic_add(args.state, args.first_claim);   // the block's first tiles
-  for (int e = tid; e < NUM_EXPERTS; e += COUNT) slots()[e] = args.slot_of[e];
+  for (int e = tid; e < NUM_EXPERTS; e += COUNT) {
+#if RECORDS
+    const int record = args.record_of[e];
+    records()[e] = record, slots()[e] = args.slot_of[e] | record >> 31;   // -1 unless both are here
+#else
+    slots()[e] = args.slot_of[e];
+#endif
+  }
   for (int p = tid; p < num_pairs; p += COUNT) {
     const int e = args.index[p];
     places()[p] = e, weights()[p] = args.weight[p];
@@ -60,7 +72,12 @@ template <int FIRST, int COUNT, int BARRIER> __device__ __forceinline__ void mak
       const int before = __popc(mask & ((1u << (p / TOP_K)) - 1)), word = before / COLUMNS * EXPERT_WORDS + e / 32;
       int entry = __popc(active_words()[word] & ((1u << (e % 32)) - 1));
       for (int w = 0; w < word; w++) entry += __popc(active_words()[w]);
-      if (before % COLUMNS == 0) active_list()[entry] = make_int2(slot, p);
+      if (before % COLUMNS == 0) {
+        active_list()[entry] = make_int2(slot, p);
+#if RECORDS
+        active_records()[entry] = records()[e];
+#endif
+      }
       active_pairs()[entry * COLUMNS + (GATHER ? before % COLUMNS : p / TOP_K)] = (u16)p;
     }
     places()[p] = slot;

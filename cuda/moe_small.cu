@@ -49,6 +49,7 @@
 #endif
 #define UNIT_K (FORM == BF16 ? 64 : 128)
 #define UNIT_BYTES (FORM == BF16 ? 2048 : CODE_BYTES + 32 * SCALE_SETS)
+#define SPAN 2         // units of BF16 that stay together: 128 k, as in moe_residual.cu, whose sums have the same order
 #define STAGE_BYTES (CHUNK * UNIT_BYTES)
 #define UNITS1 ((HIDDEN + UNIT_K - 1) / UNIT_K)
 #define UNITS2 ((INTER + UNIT_K - 1) / UNIT_K)
@@ -67,21 +68,32 @@
 #define OFF_LISTS (OFF_NOTE + WARPS * STAGES * 16)
 #include "few_tokens.cuh"
 
-static_assert(TEAM <= UNITS1 && PARTS <= UNITS2, "more parts than K units");
+static_assert(FORM == BF16 ? SPAN * TEAM < UNITS1 + SPAN && SPAN * PARTS < UNITS2 + SPAN && CHUNK <= SPAN : TEAM <= UNITS1 && PARTS <= UNITS2, "more parts than K units");
 static_assert((WARPS & (WARPS - 1)) == 0 && WARPS % TEAM == 0 && WARPS % PARTS == 0 && (TEAM == 1 || TEAMS <= 15), "teams");
 static_assert(STAGES >= 2 && STAGES < QUEUE, "a team's warps, up to STAGES tiles apart, would lose a claim");
 
 template <class T> struct Plain { using type = T; };
 template <class T> struct Plain<T&> { using type = T; };
 
-// What a warp does next: units [first, first + count) of one tile for the tokens of one active expert.
+// What a warp does next: units of one tile for the tokens of one active expert. Of codes they are [first, end); of BF16 SPAN units from
+// `first` on, then as many after those of the other parts, and so on until `end`. Part 0 never has more than another: its warp is the
+// one that claims, and must not be the last of its team to do so.
 struct Item {
   int phase;   // 1, 2; 0: nothing is left
   int active;  // entry of the list
   int tile;    // phase 1: of 8 channels; phase 2: of 16 rows
   int part;    // of K
-  int first, count;
+  int first, end;
 };
+__device__ __forceinline__ void split(Item& it, int units, int parts) {
+  if (FORM == BF16) it.first = (parts - 1 - it.part) * SPAN, it.end = units;
+  else it.first = part_first(units, parts, it.part), it.end = it.first + part_count(units, parts, it.part);
+}
+// The unit behind the n from `unit` on
+__device__ __forceinline__ int unit_after(const Item& it, int unit, int n) {
+  const int next = unit + n;
+  return FORM == BF16 && next % SPAN == 0 ? next + SPAN * ((it.phase == 1 ? TEAM : PARTS) - 1) : next;
+}
 
 // A warp's place in the sequence of its items
 struct Walk {
@@ -110,7 +122,7 @@ struct Warp {
       if (tile < (u32)(num_active * TILES1)) {
         w.ordinal++;
         it.phase = 1, it.active = tile / TILES1, it.tile = tile - it.active * TILES1, it.part = member;
-        it.first = part_first(UNITS1, TEAM, member), it.count = part_count(UNITS1, TEAM, member);
+        split(it, UNITS1, TEAM);
         return it;
       }
       w.ordinal = -1, w.round = 0, w.row_tile = blockIdx.x, w.n = start(0);
@@ -119,7 +131,7 @@ struct Warp {
     if (w.row_tile >= TILES2) return it;
     it.phase = 2, it.active = w.n / PARTS, it.tile = w.row_tile;
     it.part = (w.n + w.n / WARPS) % PARTS;   // the short part goes round the warps
-    it.first = part_first(UNITS2, PARTS, it.part), it.count = part_count(UNITS2, PARTS, it.part);
+    split(it, UNITS2, PARTS);
     w.n += WARPS;
     return it;
   }
@@ -136,7 +148,7 @@ struct Note {
   __device__ __forceinline__ int unit() const { return word >> 16; }
 };
 __device__ __forceinline__ void write_note(u32 at, const Item& it, int unit, int n) {
-  const u32 word = it.phase | (unit + n == it.first + it.count ? 4 : 0) | n << 3 | it.part << 8 | unit << 16;
+  const u32 word = it.phase | (unit_after(it, unit, n) >= it.end ? 4 : 0) | n << 3 | it.part << 8 | unit << 16;
   sts128(at, word, it.active, it.tile, it.tile);
 }
 __device__ __forceinline__ Note read_note(u32 at) {
@@ -160,7 +172,7 @@ struct Source {
 __device__ __forceinline__ Source source_of(const Args& args, const Warp& me, const Item& it) {
   Source s;
   const u64 slot = (u64)active_list()[it.active].x;
-  s.unit = it.first, s.end = it.first + it.count;
+  s.unit = it.first, s.end = it.end;
 #if FORM == BF16
   const u64 pitch = it.phase == 1 ? HIDDEN * 2 : INTER * 2;
   const int row = (it.phase == 1 ? it.tile * 8 : it.tile * 16) + me.lane / 8;
@@ -175,7 +187,7 @@ __device__ __forceinline__ Source source_of(const Args& args, const Warp& me, co
   return s;
 }
 
-__device__ __forceinline__ void copy_chunk(const Warp& me, Source& s, int units, u32 dst) {
+__device__ __forceinline__ void copy_chunk(const Warp& me, const Item& it, Source& s, int units, u32 dst) {
 #if FORM == BF16
   const int row = me.lane / 8, piece = me.lane % 8;
   for (int u = 0; u < units; u++) {
@@ -191,7 +203,12 @@ __device__ __forceinline__ void copy_chunk(const Warp& me, Source& s, int units,
   for (int i = me.lane * 16; i < units * UNIT_BYTES; i += 512) copy_async(dst + i, s.at + i);
   s.at += units * UNIT_BYTES;
 #endif
-  s.unit += units;
+  const int next = unit_after(it, s.unit, units);
+#if FORM == BF16
+  const int others = next - s.unit - units;
+  s.at += others * UNIT_K * 2, s.k += others * UNIT_K;
+#endif
+  s.unit = next;
 }
 
 // The values of the token in this lane's column (lane / 4), from k = 8 q of a unit on. A column without a token takes another's:
@@ -334,16 +351,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_small(
   int fill = 0;
   copied.phase = 1, source.unit = source.end = 0;
   auto copy_next = [&]() {        // fills the next stage and its note; phase 0 in the note: there is no more
-    if (source.unit == source.end && copied.phase) {
+    if (source.unit >= source.end && copied.phase) {
       if (in_flight) me.publish(walk.ordinal, claim), check(claim), in_flight = false;
       const bool claiming = copied.phase == 1;
       copied = me.next(walk);
       if (leader && claiming && copied.phase == 1) claim = atomic_add_later(state, 1, me.lane), in_flight = true;
       if (copied.phase) source = source_of(args, me, copied);
     }
-    const int n = min(CHUNK, source.end - source.unit);
+    const int n = min(CHUNK, source.end - source.unit);   // below 1 when nothing is left
     if (me.lane == 0) write_note(notes + fill * 16, copied, source.unit, n);
-    if (n > 0) copy_chunk(me, source, n, ring + fill * STAGE_BYTES);
+    if (n > 0) copy_chunk(me, copied, source, n, ring + fill * STAGE_BYTES);
     fill = fill + 1 == STAGES ? 0 : fill + 1;
     copy_commit();
   };

@@ -19,6 +19,7 @@ from runtime.memory.predict import make_predictor
 
 MAX_WINDOW = 512
 CHECKS = ("auto", "all", "first-use")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,9 @@ class RunSettings:
         speculate: whether the draft is loaded at all.
         dtype: `auto` (as stored), `bfloat16`, `float16` or `float32`.
         threads: of the arithmetic; 0 chooses.
+        device: `auto` (a GPU where there is one that will do), `cpu` or `cuda`.
+        host_cache_size: of a run on a GPU, what the host keeps of the exact experts, such as "24GB" or "50%"; None
+            takes all of them, or what memory allows.
         context: tokens of prompt and answer that the KV cache is planned for; the model's own limit bounds it.
         check: when records are compared with their checksums: `all` before the first token, `first-use` when each is
             first read, `auto` all of them where they are at most 4 GB.
@@ -63,6 +67,8 @@ class RunSettings:
     speculate: bool = True
     dtype: str = "auto"
     threads: int = 0
+    device: str = "auto"
+    host_cache_size: str | None = None
     context: int = 4096
     check: str = "auto"
     direct_io: bool = True
@@ -83,6 +89,7 @@ class RunSettings:
                 "a dtype of auto, bfloat16, float16, float32",
                 self.dtype,
             ),
+            (self.device in DEVICES, f"a device of {', '.join(DEVICES)}", self.device),
             (self.check in CHECKS, f"a check of {', '.join(CHECKS)}", self.check),
             (all(0 <= w < float("inf") for w in weights), "alpha, beta and gamma of 0 or more", weights),
             (self.context >= 1, "a context of 1 token or more", self.context),
@@ -153,7 +160,7 @@ def _typed(cls: type, body: dict[str, Any], where: str) -> dict[str, Any]:
             continue
         if "float" in kinds and type(value) is int:
             value = float(value)
-        if "str" in kinds and type(value) is int and name == "expert_cache_size":
+        if "str" in kinds and type(value) is int and name in ("expert_cache_size", "host_cache_size"):
             value = str(value)
         if not (value is None and "None" in kinds) and type(value) not in [_WORDS[k] for k in kinds if k in _WORDS]:
             raise InputError(

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from runtime.artifacts.heat import hottest
+from runtime.artifacts.heat import Heat, hottest
 from runtime.artifacts.pack import Pack
+from runtime.artifacts.residual_decoder import why_slow
 from runtime.config import RunSettings
 from runtime.decode.bank import DraftBank
 from runtime.decode.draft_records import DraftRecords
-from runtime.decode.governor import make_governor
-from runtime.decode.loop import LoopSettings, Route, SpeculativeLoop
-from runtime.decode.sampling import Chooser, SamplingSettings
+from runtime.decode.governor import Measured, make_governor
+from runtime.decode.loop import Draft, LoopSettings, Route, SpeculativeLoop, StepwiseDraft
+from runtime.decode.sampling import Chooser, Logits, SamplingSettings
 from runtime.decode.target import TargetExperts
 from runtime.errors import InputError, PlanError
 from runtime.memory.cache import ExpertCache
@@ -29,8 +30,10 @@ from runtime.memory.plan import MemoryPlan
 from runtime.memory.predict import make_predictor
 from runtime.memory.slots import SlotPool
 from runtime.memory.store import RecordStore
+from runtime.model.families import MoeSpec
 from runtime.model.host import Host
-from runtime.run_plan import compute_dtype, plan_run
+from runtime.model.rowwise import MAX_ROWS
+from runtime.run_plan import compute_dtype
 from runtime.stats import DecodeStats
 from runtime.threads import set_threads
 
@@ -47,12 +50,181 @@ class Request:
     sampling: SamplingSettings
 
 
-class Engine:
-    """Generates tokens from a pack, one text at a time; close it, or use it in a `with`.
+class BaseEngine(ABC):
+    """Generates tokens from a pack, one text at a time, wherever model and experts are.
 
     Attributes:
         plan: what was planned to lie where.
+        cache: the exact experts.
         stats: counts over all sequences so far.
+        load_s: seconds that loading took.
+    """
+
+    max_rows: ClassVar[int] = MAX_ROWS  # of one pass of the target
+    fixed_rows: ClassVar[bool] = False  # whether a pass takes the same time for any number of rows
+
+    cache: ExpertCache
+    stats: DecodeStats
+    load_s: float
+
+    def __init__(self, spec: MoeSpec, settings: RunSettings, plan: MemoryPlan) -> None:
+        self.spec, self.settings, self.plan = spec, settings, plan
+        self._texts = 0
+        self._warm_rows: list[list[ExpertKey]] = []  # while the cache is filled for the first time
+        self._measured = Measured(self.fixed_rows)
+
+    @property
+    @abstractmethod
+    def model_config(self) -> Any:
+        """The library's configuration object."""
+
+    @property
+    @abstractmethod
+    def model_context(self) -> int:
+        """Positions that the model can be run for."""
+
+    @abstractmethod
+    def start(self, capacity: int) -> None:
+        """Begin a sequence of at most so many tokens."""
+
+    @abstractmethod
+    def draft(self) -> Draft | None:
+        """The draft, or None where none is loaded."""
+
+    @abstractmethod
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """The loop's target: write the KV of the prompt."""
+
+    @abstractmethod
+    def rows(self, tokens: Sequence[int], position: int) -> tuple[Sequence[Logits], list[Route]]:
+        """The loop's target: exact logits and routing of a few rows."""
+
+    @abstractmethod
+    def announce(
+        self, upcoming: Sequence[Sequence[ExpertKey]], fetch_rows: int | None = None, *, pass_rows: int = 1
+    ) -> None:
+        """The loop's experts: say which ones the coming rows need; see `ExpertCache.announce`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the readers and let go of files and memory."""
+
+    @property
+    def max_context(self) -> int:
+        """Prompt and new tokens at most: the model's limit, or the one planned for."""
+        return min(self.model_context, self.settings.context)
+
+    def room(self, prompt_tokens: int, max_new_tokens: int) -> int:
+        """How many tokens may be generated: what was asked for, or what the context leaves.
+
+        Raises:
+            InputError: an empty prompt, or one that does not fit.
+        """
+        return context_room(prompt_tokens, max_new_tokens, self.max_context)
+
+    def generate(self, request: Request) -> Iterator[int]:
+        """Yield new token ids as the target decides them, the stop id included.
+
+        Raises:
+            InputError: the prompt is empty or does not fit, or an id is not in the vocabulary.
+            ArtifactError, StorageError: a record cannot be read.
+        """
+        room = self._begin(request)
+        settings, text = self.settings, self._texts
+        draft = self.draft()
+        loop = SpeculativeLoop(
+            target=self,
+            draft=draft,
+            experts=self,
+            chooser=Chooser(request.sampling),
+            predictor=make_predictor(settings.prefetch),
+            governor=make_governor(_governor(settings, request.sampling), settings.verify_window),
+            stats=self.stats,
+            measured=self._measured,
+        )
+        limits = LoopSettings(
+            max_new_tokens=room,
+            stop_ids=request.stop_ids,
+            prefetch_window=settings.prefetch_window if draft is not None else 0,
+            fetch_rows=0 if settings.prefetch == "none" else settings.fetch_rows,
+            max_rows=self.max_rows,
+        )
+        started = time.perf_counter()
+        try:
+            for token in loop.generate(request.prompt, limits):
+                yield token
+                self._check_current(text)
+        finally:
+            self.stats.total_s += time.perf_counter() - started
+
+    def _begin(self, request: Request) -> int:
+        """Check a request and start its KV cache; returns how many tokens may be generated."""
+        room = self.room(len(request.prompt), request.max_new_tokens)
+        vocab_size = int(self.model_config.vocab_size)
+        if bad := [token for token in request.prompt if not 0 <= token < vocab_size]:
+            raise InputError(
+                expected=f"prompt ids below the vocabulary size {vocab_size}",
+                found=str(bad[0]),
+                mend="use the tokenizer that belongs to the model",
+            )
+        self.start(len(request.prompt) + room)
+        self._texts += 1
+        return room
+
+    def _check_current(self, text: int) -> None:
+        if text != self._texts:
+            raise InputError(
+                expected="one text at a time on an engine",
+                found="another one begun before this one ended",
+                mend="finish the first text, or open a second engine",
+            )
+
+    def announce_prompt(self, tokens: int) -> None:
+        """Have layers fetched ahead where a prompt of so many tokens will meet most experts."""
+        most = tokens * self.spec.top_k >= 2 * self.spec.num_experts
+        if most:
+            self.announce([self.spec.expert_keys()], 0 if self.settings.prefetch == "none" else None)
+        else:
+            self.announce(self._warm_rows)
+        self._warm_rows = []
+
+    def warm(self, heat: Heat | None) -> None:
+        """Begin to read the experts that a profile used most into empty slots, where the settings ask for it."""
+        if self.settings.warm and heat is not None:
+            self._warm_rows = [[key] for key in hottest(heat, self.plan.num_slots)]
+            self.announce(self._warm_rows)
+
+    def missing_bytes(self, keys: Sequence[ExpertKey]) -> int:
+        """The loop's experts: bytes of those that are not resident."""
+        return self.cache.missing_bytes(keys)
+
+    def trace(self) -> list[list[ExpertKey]]:
+        """Every demand of the target, in order, where `keep_trace` was set."""
+        return self.stats.trace
+
+    def report(self) -> dict[str, Any]:
+        """Everything `--stats` writes but the texts."""
+        return {
+            "model_type": self.spec.model_type,
+            "settings": dataclasses.asdict(self.settings),
+            "plan": dataclasses.asdict(self.plan),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "load_s": self.load_s,
+            **self.stats.as_json(),
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Engine(BaseEngine):
+    """A run on the processor; close it, or use it in a `with`.
+
+    Attributes:
         host: the model, for its configuration.
     """
 
@@ -63,8 +235,9 @@ class Engine:
             ArtifactError: a file of the pack is damaged.
             InputError: transformers cannot build the model.
         """
+        super().__init__(pack.spec, settings, plan)
         pack.check_dense()
-        self.pack, self.settings, self.plan = pack, settings, plan
+        self.pack = pack
         dtype = compute_dtype(pack, settings)
         set_threads(settings.threads, pack.target_layout.padded_bytes)
         started = time.perf_counter()
@@ -87,57 +260,32 @@ class Engine:
             raise
         self.stats = DecodeStats(self.cache.stats)
         self._experts = TargetExperts(pack, self.cache, dtype, self._drafts, self.stats.trace if keep_trace else None)
-        self._texts = 0
-        self._warm_rows: list[list[ExpertKey]] = []  # while the cache is filled for the first time
-        if settings.warm and pack.heat is not None:
-            self._warm_rows = [[key] for key in hottest(pack.heat, plan.num_slots)]
-            self.cache.announce(self._warm_rows)
+        self.warm(pack.heat)
         self.load_s = time.perf_counter() - started
 
     @property
-    def max_context(self) -> int:
-        """Prompt and new tokens at most: the model's limit, or the one planned for."""
-        return min(self.host.max_context, self.settings.context)
+    def model_config(self) -> Any:
+        """The library's configuration object."""
+        return self.host.config
 
-    def room(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        """How many tokens may be generated: what was asked for, or what the context leaves.
+    @property
+    def model_context(self) -> int:
+        """Positions that the model can be run for."""
+        return self.host.max_context
 
-        Raises:
-            InputError: an empty prompt, or one that does not fit.
-        """
-        return context_room(prompt_tokens, max_new_tokens, self.max_context)
+    def start(self, capacity: int) -> None:
+        """See `BaseEngine`."""
+        self.host.start(capacity)
 
-    def generate(self, request: Request) -> Iterator[int]:
-        """Yield new token ids as the target decides them, the stop id included.
+    def draft(self) -> Draft | None:
+        """See `BaseEngine`."""
+        return StepwiseDraft(self.step) if self._bank is not None else None
 
-        Raises:
-            InputError: the prompt is empty or does not fit, or an id is not in the vocabulary.
-            ArtifactError, StorageError: a record cannot be read.
-        """
-        room = self._begin(request)
-        settings, text = self.settings, self._texts
-        loop = SpeculativeLoop(
-            target=self,
-            draft=self if self._bank is not None else None,
-            experts=self.cache,
-            chooser=Chooser(request.sampling),
-            predictor=make_predictor(settings.prefetch),
-            governor=make_governor(_governor(settings, request.sampling), settings.verify_window),
-            stats=self.stats,
-        )
-        limits = LoopSettings(
-            max_new_tokens=room,
-            stop_ids=request.stop_ids,
-            prefetch_window=settings.prefetch_window if self._bank is not None else 0,
-            fetch_rows=0 if settings.prefetch == "none" else settings.fetch_rows,
-        )
-        started = time.perf_counter()
-        try:
-            for token in loop.generate(request.prompt, limits):
-                yield token
-                self._check_current(text)
-        finally:
-            self.stats.total_s += time.perf_counter() - started
+    def announce(
+        self, upcoming: Sequence[Sequence[ExpertKey]], fetch_rows: int | None = None, *, pass_rows: int = 1
+    ) -> None:
+        """See `BaseEngine`."""
+        self.cache.announce(upcoming, fetch_rows, pass_rows=pass_rows)
 
     def draft_alone(self, request: Request) -> Iterator[int]:
         """Yield what the quantised model would say without the target: a measure of the draft, not an answer.
@@ -161,44 +309,16 @@ class Engine:
             if token in request.stop_ids:
                 return
 
-    def _begin(self, request: Request) -> int:
-        """Check a request and start its KV cache; returns how many tokens may be generated."""
-        room = self.room(len(request.prompt), request.max_new_tokens)
-        vocab_size = int(self.host.config.vocab_size)
-        if bad := [token for token in request.prompt if not 0 <= token < vocab_size]:
-            raise InputError(
-                expected=f"prompt ids below the vocabulary size {vocab_size}",
-                found=str(bad[0]),
-                mend="use the tokenizer that belongs to the model",
-            )
-        self.host.start(len(request.prompt) + room)
-        self._texts += 1
-        return room
-
-    def _check_current(self, text: int) -> None:
-        if text != self._texts:
-            raise InputError(
-                expected="one text at a time on an engine",
-                found="another one begun before this one ended",
-                mend="finish the first text, or open a second engine",
-            )
-
     def prefill(self, tokens: Sequence[int]) -> None:
-        """The loop's target: write the KV of the prompt. Layers are fetched ahead where most experts will be met."""
-        spec = self.pack.spec
-        most = len(tokens) * spec.top_k >= 2 * spec.num_experts
-        if most:
-            self.cache.announce([spec.expert_keys()], 0 if self.settings.prefetch == "none" else None)
-        else:
-            self.cache.announce(self._warm_rows)
-        self._warm_rows = []
+        """See `BaseEngine`."""
+        self.announce_prompt(len(tokens))
         self.host.prefill(tokens, self._experts)
         self._experts.routes.forget()
 
-    def rows(self, tokens: Sequence[int], position: int) -> tuple[Tensor, list[Route]]:
-        """The loop's target: exact logits and routing of a few rows."""
+    def rows(self, tokens: Sequence[int], position: int) -> tuple[list[Logits], list[Route]]:
+        """See `BaseEngine`."""
         logits = self.host.rows(tokens, position, self._experts)
-        return logits, self._experts.routes.take()
+        return list(logits), self._experts.routes.take()
 
     def step(self, token: int, position: int) -> tuple[Tensor, Route]:
         """The loop's draft: logits after one token, and its routing."""
@@ -206,39 +326,24 @@ class Engine:
         logits = self.host.rows([token], position, self._bank)
         return logits[0], self._bank.routes.take()[0]
 
-    def trace(self) -> list[list[ExpertKey]]:
-        """Every demand of the target, in order, where `keep_trace` was set."""
-        return self.stats.trace
-
     def report(self) -> dict[str, Any]:
         """Everything `--stats` writes but the texts."""
-        return {
-            "model_type": self.pack.spec.model_type,
+        return super().report() | {
             "pack": str(self.pack.folder),
-            "settings": dataclasses.asdict(self.settings),
-            "plan": dataclasses.asdict(self.plan),
             "measured_bytes": {
                 "dense": self.host.dense_bytes,
                 "draft": sum(part.num_bytes for part in (self._bank, self._drafts) if part is not None),
                 "kv": self.host.kv.allocated_bytes,
             },
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
             "direct_io": self._store.direct,
-            "load_s": self.load_s,
-            **self.stats.as_json(),
+            "decode_s": self._experts.decode_s,
+            "slow_decode": why_slow() if self.pack.leans_on_draft else None,
         }
 
     def close(self) -> None:
-        """Stop the readers and let go of the files."""
+        """See `BaseEngine`."""
         self.cache.close()
         self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _governor(settings: RunSettings, sampling: SamplingSettings) -> str:
@@ -265,9 +370,3 @@ def context_room(prompt_tokens: int, max_new_tokens: int, max_context: int) -> i
             mend="shorten the prompt, or raise --context where the model allows it",
         )
     return min(max_new_tokens, max_context - prompt_tokens)
-
-
-def open_engine(folder: Path, settings: RunSettings, keep_trace: bool = False) -> Engine:
-    """Open a pack, plan, and load: what a library user needs."""
-    pack = Pack.open(folder)
-    return Engine(pack, settings, plan_run(pack, settings), keep_trace)

@@ -35,6 +35,8 @@ class DecodeStats:
     verify_rows: int = 0
     prefill_s: float = 0.0
     prefill_read_bytes: int = 0
+    prefill_wait_s: float = 0.0
+    prefill_link_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
     total_s: float = 0.0
@@ -45,11 +47,13 @@ class DecodeStats:
     accepted_by_round: dict[int, Counter[int]] = field(default_factory=dict)
     trace: list[list[ExpertKey]] = field(default_factory=list)
 
-    def prefill_done(self, tokens: int, seconds: float, read_bytes: int) -> None:
-        """A prompt of so many tokens is in the KV cache; experts of so many bytes were read for it."""
+    def prefill_done(self, tokens: int, seconds: float, before: CacheStats) -> None:
+        """A prompt of so many tokens is in the KV cache; `before` are the cache's counts when it began."""
         self.prompt_tokens += tokens
         self.prefill_s += seconds
-        self.prefill_read_bytes += read_bytes
+        self.prefill_read_bytes += self.cache.read_bytes - before.read_bytes
+        self.prefill_wait_s += self.cache.wait_s - before.wait_s
+        self.prefill_link_s += self.cache.link_busy_s - before.link_busy_s
 
     def round_done(self, tried: int, accepted: int) -> None:
         """A verification of `tried` proposals accepted so many."""
@@ -105,12 +109,13 @@ class DecodeStats:
                 "prefill": self.prefill_s,
                 "draft": self.draft_s,
                 "verify": self.verify_s,
-                "waiting_for_experts": self.cache.wait_s,
+                "waiting_for_experts": self.cache.wait_s - self.prefill_wait_s,
+                "waiting_for_experts_of_prompts": self.prefill_wait_s,
                 "total": self.total_s,
             },
             "prefill_read_bytes": self.prefill_read_bytes,
             "bytes_per_token": _ratio(self.cache.read_bytes - self.prefill_read_bytes, self.new_tokens),
-            "link_utilisation": _ratio(self.cache.link_busy_s, self.total_s),
+            "link_utilisation": _ratio(self.cache.link_busy_s - self.prefill_link_s, generated_s),
             "link_bytes_per_s": _ratio(self.cache.read_bytes, self.cache.link_busy_s),
             "expert_cache": self.cache.snapshot(),
         }

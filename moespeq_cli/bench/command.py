@@ -11,6 +11,8 @@ from moespeq_cli import console
 from moespeq_cli.bench.synthetic.command import make_model
 from moespeq_cli.options import DEFAULT_ARTIFACTS, Artifacts
 
+_BUILT = "A built model on a GPU"
+
 bench = typer.Typer(help="Measure, for the docs", no_args_is_help=True)
 bench.command()(make_model)
 
@@ -22,8 +24,21 @@ Cores = Annotated[int, typer.Option("--threads", min=0, help="Threads of the ari
 @bench.command()
 def decode(
     pack: Packs = None,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option("--compare", help="NAME=PACK, another pack of the embedded model; repeat it for more"),
+    ] = None,
+    same_memory: Annotated[
+        bool, typer.Option("--same-memory", help="Give packs the same memory for drafts and cache together")
+    ] = False,
     artifacts: Artifacts = DEFAULT_ARTIFACTS,
-    caches: Annotated[str, typer.Option("--expert-cache", help="Cache sizes, comma-separated")] = "10%,25%,50%,100%",
+    caches: Annotated[
+        str,
+        typer.Option("--expert-cache", help="Cache sizes, comma-separated; shares are of all raw experts"),
+    ] = "10%,25%,50%,100%",
+    mode: Annotated[
+        list[str] | None, typer.Option("--mode", help="Name of a mode; repeat it for more", show_default="all")
+    ] = None,
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each domain")] = 2,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of each mode")] = 3,
@@ -34,10 +49,68 @@ def decode(
         str, typer.Option("--verify-windows", help="Verification lengths, comma-separated")
     ] = "0,1,2,3,4",
     window_cache: Annotated[str, typer.Option("--window-cache", help="Cache size of the window sweep")] = "25%",
+    geometry: Annotated[
+        str | None,
+        typer.Option("--geometry", help="Measure a model that is built in memory, on the GPU", rich_help_panel=_BUILT),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option("--layers", min=1, help="Fewer layers than the model has", rich_help_panel=_BUILT)
+    ] = None,
+    expert_memory: Annotated[
+        str,
+        typer.Option(
+            "--expert-memory",
+            help="Device memory for draft and slots, shares of the BF16 expert bytes, comma-separated",
+            rich_help_panel=_BUILT,
+        ),
+    ] = "40%,51%,75%",
+    window_memory: Annotated[
+        str,
+        typer.Option("--window-memory", help="Of the window sweep, ablations and first tokens", rich_help_panel=_BUILT),
+    ] = "51%",
+    prompt_tokens: Annotated[
+        int, typer.Option("--prompt-tokens", min=1, help="Length of each prompt", rich_help_panel=_BUILT)
+    ] = 64,
+    first_tokens: Annotated[
+        str,
+        typer.Option(
+            "--first-token",
+            help="Lengths of prompts to time to their first token, comma-separated; empty skips",
+            rich_help_panel=_BUILT,
+        ),
+    ] = "64,512,4096",
+    ablations: Annotated[
+        bool, typer.Option("--ablations/--no-ablations", help="Leave parts out one by one", rich_help_panel=_BUILT)
+    ] = True,
+    config: Annotated[
+        str | None, typer.Option("--config", help="Deployment profile of the run", rich_help_panel=_BUILT)
+    ] = None,
     threads: Cores = 0,
     output: Output = None,
 ) -> None:
-    """Cache sizes, eviction, prefetch and windows side by side on the embedded prompts"""
+    """Cache sizes, eviction, prefetch and windows side by side: the embedded model, or a built one on a GPU"""
+    if geometry is not None:
+        from moespeq_cli.bench.offload_run import decode_built
+        from runtime.config import make_settings
+
+        memories = [part.strip() for part in expert_memory.split(",") if part.strip()]
+        decode_built(
+            geometry,
+            layers,
+            memories,
+            make_settings(config, {"device": "cuda"}),
+            prompts=prompts,
+            prompt_tokens=prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            windows=_numbers("--windows", windows),
+            verifies=_numbers("--verify-windows", verifies),
+            window_memory=window_memory,
+            ablations=ablations,
+            first_token=_numbers("--first-token", first_tokens),
+            save=lambda figures: _finish(output, figures),
+        )
+        return
     from moespeq_cli.bench import decode as sweep
     from moespeq_cli.bench.prompts import bench_prompts
 
@@ -46,10 +119,14 @@ def decode(
     sizes = [part.strip() for part in caches.split(",") if part.strip()]
     tails, lengths = _numbers("--windows", windows), _numbers("--verify-windows", verifies)
     base = _settings(threads)
-    total = len(sizes) * len(sweep.MODES) + len(tails) * len(lengths)
+    modes = sweep.find_modes(mode)
+    packs = {opened.manifest.encoding: opened} | _others(compare)
+    total = len(packs) * len(sizes) * len(modes) + len(tails) * len(lengths)
     console.note(f"{total} settings, {len(asked)} prompts, {max_new_tokens} tokens each, {repeats} repeats")
     with console.progress("settings", total) as bar:
-        memory = sweep.sweep_memory(opened, base, asked, max_new_tokens, stop_ids, sizes, repeats, bar.advance)
+        memory = sweep.sweep_memory(
+            packs, base, asked, max_new_tokens, stop_ids, sizes, repeats, bar.advance, same_memory, modes
+        )
         grid = (
             sweep.sweep_windows(
                 opened, base, asked, max_new_tokens, stop_ids, window_cache, tails, lengths, bar.advance
@@ -88,12 +165,9 @@ def quality(
 ) -> None:
     """Exact match of target, speculation and draft alone, and acceptance by domain, on the embedded model"""
     from moespeq_cli.bench import quality as measure
-    from runtime.artifacts.pack import Pack
 
     opened, tokenizer, stop_ids = _open(pack, artifacts)
-    packs = {"gptq": opened} | {
-        name: Pack.open(folder) for name, _, folder in (item.partition("=") for item in compare or [])
-    }
+    packs = {"gptq": opened} | _others(compare)
     total = problems * (1 + 2 * len(packs)) + 3 * prompts * len(packs)
     with console.progress("texts", total) as bar:
         result = measure.measure_quality(
@@ -150,6 +224,26 @@ def sensitive(
 
 
 @bench.command()
+def records(
+    pack: Packs = None,
+    artifacts: Artifacts = DEFAULT_ARTIFACTS,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="Threads that share a large record")] = 1,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds over all records")] = 20,
+    output: Output = None,
+) -> None:
+    """Residual records to weights: compiled code beside NumPy"""
+    from moespeq_cli.bench import records as measure
+    from runtime.artifacts.pack import Pack
+
+    with console.progress("decoders", 2) as bar:
+        result = measure.measure(
+            Pack.open(pack if pack is not None else artifacts / "pack"), threads, repeats, bar.advance
+        )
+    _finish(output, result)
+    print(measure.table(result))
+
+
+@bench.command()
 def linear(
     shapes: Annotated[
         str, typer.Option("--shapes", help="OUTxIN, comma-separated")
@@ -195,7 +289,11 @@ def kernels(
     ] = None,
     form: Annotated[
         list[str] | None,
-        typer.Option("--form", help="int4, int8 or bf16; repeat it for more", show_default="int4 and bf16"),
+        typer.Option(
+            "--form",
+            help="int4, int8, bf16, or residual: exact weights from records and codes; repeat it for more",
+            show_default="int4 and bf16",
+        ),
     ] = None,
     tokens: Annotated[
         str, typer.Option("--tokens", help="Tokens of a call, comma-separated")
@@ -219,13 +317,19 @@ def kernels(
     """Expert kernels on the GPU: right first, then time, bandwidth and distance from the floor"""
     from moespeq_cli.bench import kernels as measure
     from moespeq_cli.bench.geometry import SEED_TABLE, parse_geometries
-    from moespeq_cli.bench.kernel_session import KernelSession, parse_forms
+    from moespeq_cli.bench.kernel_session import KernelSession, parse_forms, residual_form
 
     sizes = sorted(set(_numbers("--tokens", tokens)))
-    plan = measure.Plan(parse_geometries(geometry), parse_forms(form, group_size), sizes, check)
+    plan = measure.Plan(
+        parse_geometries(geometry),
+        parse_forms(form, group_size),
+        sizes,
+        check,
+        residual=residual_form(form, group_size),
+    )
     _require_file(output)
     session = KernelSession.open(plan, candidate, tune)
-    cases = len(plan.cases) + (len(SEED_TABLE) if seed_table else 0)
+    cases = plan.num_cases + (len(SEED_TABLE) if seed_table else 0)
     console.note(session.announcement())
     with console.progress("layers", cases) as bar:
         session.measure(bar.advance, seed_table)
@@ -250,6 +354,24 @@ def _open(pack: Path | None, artifacts: Path) -> tuple[Any, Any, frozenset[int]]
     require_same_model("pack", opened.folder, opened.manifest.model_digest, embedded)
     tokenizer = load_tokenizer(opened.config_folder)
     return opened, tokenizer, declared_stop_ids(opened, tokenizer)
+
+
+def _others(compare: list[str] | None) -> dict[str, Any]:
+    """The packs of `--compare`, by name."""
+    from moespeq_cli.options import model_folder
+    from runtime.artifacts.checkpoint import Checkpoint
+    from runtime.artifacts.manifest import require_same_model
+    from runtime.artifacts.pack import Pack
+    from runtime.errors import InputError
+
+    packs, embedded = {}, Checkpoint.open(model_folder(None)).digest
+    for item in compare or []:
+        name, _, folder = item.partition("=")
+        if not name or not folder:
+            raise InputError(expected="--compare as NAME=PACK", found=repr(item), mend="name the pack and its folder")
+        packs[name] = Pack.open(folder)
+        require_same_model("pack", packs[name].folder, packs[name].manifest.model_digest, embedded)
+    return packs
 
 
 def _settings(threads: int, verify_window: int | None = None) -> Any:

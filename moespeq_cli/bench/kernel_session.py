@@ -14,6 +14,7 @@ from moespeq_cli.bench.kernel_candidate import Candidate
 from moespeq_cli.bench.kernel_check import Checker
 from moespeq_cli.bench.kernel_library import Grouped, Loop
 from moespeq_cli.bench.kernel_ours import SEED_LAYOUT, Fused, Gemm
+from moespeq_cli.bench.kernel_residual_time import measure_residual, residual_text
 from moespeq_cli.bench.kernel_time import Machine, measure_machine
 from moespeq_cli.bench.kernels import Plan, Result
 from moespeq_cli.bench.tune import SAME, check_profile, write_profile
@@ -43,6 +44,9 @@ def candidates() -> list[Candidate]:
 DEFAULT = ("fused", "gemm", "grouped", "loop")  # the rest are variants
 
 
+RESIDUAL = "residual"  # not a form of weights in itself: records beside codes
+
+
 def parse_forms(names: Sequence[str] | None, group_size: int) -> list[WeightForm]:
     """Weight forms by name; INT4 in groups, INT8 with one scale a row.
 
@@ -52,11 +56,24 @@ def parse_forms(names: Sequence[str] | None, group_size: int) -> list[WeightForm
     """
     forms = []
     for name in dict.fromkeys(names or ("int4", "bf16")):
+        if name == RESIDUAL:
+            continue
         kind = next((kind for kind in BITS if kind == name), None)
         if kind is None:
-            raise InputError(expected=f"a form of {', '.join(BITS)}", found=repr(name), mend="correct --form")
+            raise InputError(
+                expected=f"a form of {', '.join((*BITS, RESIDUAL))}", found=repr(name), mend="correct --form"
+            )
         forms.append(WeightForm(kind, -1 if kind == "int8" else group_size if kind == "int4" else 128))
     return forms
+
+
+def residual_form(names: Sequence[str] | None, group_size: int) -> WeightForm | None:
+    """The bank's form where residual records are asked for, else None.
+
+    Raises:
+        ShapeError: no such group size.
+    """
+    return WeightForm("int4", group_size) if RESIDUAL in (names or ()) else None
 
 
 def choose_candidates(names: Sequence[str] | None) -> list[Candidate]:
@@ -86,6 +103,7 @@ class KernelSession:
         self._machine: Machine | None = None
         self._results: list[Result] = []
         self._seed_results: list[Result] = []
+        self._residual: list[Result] = []
         self._tuned: dict[str, Any] | None = None
         self._seconds = 0.0
 
@@ -119,7 +137,7 @@ class KernelSession:
         """What will be done."""
         names = ", ".join(candidate.name for candidate in self._candidates)
         return (
-            f"{len(self._plan.cases)} layers on {current_gpu().name}: {names} at "
+            f"{self._plan.num_cases} layers on {current_gpu().name}: {names} at "
             f"{', '.join(map(str, self._plan.tokens))} tokens{'' if self._plan.check else ', unchecked'}"
         )
 
@@ -133,6 +151,8 @@ class KernelSession:
         begun = time.monotonic()
         self._machine = measure_machine()
         self._results = kernels.measure(self._plan, self._candidates, self._machine, advance)
+        if self._plan.residual is not None:
+            self._residual = measure_residual(self._plan, self._plan.residual, self._machine, advance)
         if seed_table:
             self._seed_results = kernels.measure_seed_table(
                 self._candidates, self._machine, advance, seed=self._plan.seed
@@ -173,6 +193,7 @@ class KernelSession:
             "machine": dataclasses.asdict(self._machine),
             "cases": self._results,
             "seed_table": self._seed_results,
+            "residual": self._residual,
             "tuned": self._tuned,
             "seconds": self._seconds,
         }
@@ -191,6 +212,8 @@ class KernelSession:
         for result in self._results:
             title = kernels.case_title(result, labels[result["geometry"]])
             parts.append(f"{title}\n\n{kernels.case_table(result, names)}")
+        if self._residual:
+            parts.append(residual_text(self._residual))
         if self._seed_results:
             parts.append(
                 f"Loop against ours, 60 experts, top-4, 2048 x inter\n\n{kernels.seed_table(self._seed_results)}"

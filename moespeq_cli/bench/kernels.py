@@ -38,6 +38,7 @@ class Plan:
         tokens: of a call, ascending.
         check: whether the probes go before.
         seed: of all data.
+        residual: the form of the bank beside which residual records are measured, or None.
     """
 
     geometries: Sequence[Geometry]
@@ -45,6 +46,12 @@ class Plan:
     tokens: Sequence[int]
     check: bool = True
     seed: int = 0
+    residual: WeightForm | None = None
+
+    @property
+    def num_cases(self) -> int:
+        """Layers, those as residual records among them."""
+        return len(self.cases) + (len(self.geometries) if self.residual else 0)
 
     @property
     def cases(self) -> list[tuple[Geometry, WeightForm]]:

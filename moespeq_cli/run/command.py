@@ -130,6 +130,24 @@ def run(
             rich_help_panel=_SETTINGS,
         ),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            help="cpu, cuda, or auto: a GPU where there is one that will do",
+            show_default="auto",
+            rich_help_panel=_SETTINGS,
+        ),
+    ] = None,
+    host_cache: Annotated[
+        str | None,
+        typer.Option(
+            "--host-cache",
+            help="Host memory for target experts of a run on a GPU, such as 24GB or 50%",
+            show_default="all experts, or what fits",
+            rich_help_panel=_SETTINGS,
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -195,6 +213,8 @@ def run(
         "expert_cache_size": expert_cache,
         "max_parallel_transfers": max_parallel_transfers,
         "context": context,
+        "device": device,
+        "host_cache_size": host_cache,
         "dtype": dtype,
         "check": check,
         "threads": threads,
@@ -240,9 +260,9 @@ def _print_plan(plan: MemoryPlan) -> None:
 def _dry_run(pack: Pack, settings: RunSettings, as_json: bool) -> None:
     import dataclasses
 
-    from runtime.run_plan import plan_run
+    from runtime.opening import choose_device, plan_on
 
-    plan = plan_run(pack, settings)
+    plan = plan_on(choose_device(pack, settings), pack, settings)
     if as_json:
         console.emit({"path": str(pack.folder), **dataclasses.asdict(plan)}, as_json=True)
         return
@@ -262,21 +282,21 @@ def _answer(
     as_json: bool,
 ) -> None:
     from moespeq_cli.run import output
-    from moespeq_cli.run.session import Session, answer_all
-    from runtime.engine import Engine
+    from moespeq_cli.run.session import Session, answer_all, declared_stop_ids
     from runtime.model.tokenizer import load_tokenizer
-    from runtime.run_plan import plan_run
+    from runtime.opening import choose_device, open_engine, plan_on
 
     output.prepare_stdout()
-    plan = plan_run(pack, settings)
-    console.note(f"{pack.folder} ({pack.spec.model_type}, {pack.spec.num_records} experts)")
+    device = choose_device(pack, settings)
+    plan = plan_on(device, pack, settings)
+    console.note(f"{pack.folder} ({pack.spec.model_type}, {pack.spec.num_records} experts) on {device.name}")
     _print_plan(plan)
     if stats is not None:
         output.claim_figures(stats)
     tokenizer = load_tokenizer(pack.config_folder)
     results: list[dict[str, Any]] = []
-    with Engine(pack, settings, plan) as engine:
-        session = Session(engine, tokenizer, sampling, max_new_tokens, stop, raw)
+    with open_engine(device, pack, settings, plan) as engine:
+        session = Session(engine, tokenizer, sampling, max_new_tokens, stop, raw, declared_stop_ids(pack, tokenizer))
 
         def done(result: dict[str, Any]) -> None:
             results.append(result)
@@ -290,6 +310,11 @@ def _answer(
         if not results:
             console.note("no prompts came in")
         report = engine.report() | {"finished": True, "results": results}
+        if report.get("slow_decode") is not None:
+            console.note(
+                f"residual records were decoded by NumPy, some twenty times slower than compiled code: "
+                f"{report['slow_decode']}"
+            )
     if stats is not None:
         output.write_figures(stats, report)
     _summarise(report)

@@ -11,7 +11,7 @@ from moespeq_cli.run.prompts import Prompt, PromptEncoder
 from runtime.artifacts.pack import Pack
 from runtime.decode.sampling import SamplingSettings
 from runtime.decode.text import TextStream, stop_ids
-from runtime.engine import Engine, Request
+from runtime.engine import BaseEngine, Request
 from runtime.errors import InputError, PlanError
 
 Piece = Callable[[str], None]
@@ -22,12 +22,13 @@ class Session:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: BaseEngine,
         tokenizer: Any,
         sampling: SamplingSettings,
         max_new_tokens: int,
         stop: list[str],
         raw: bool,
+        stop_ids: frozenset[int],
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -35,7 +36,7 @@ class Session:
         self._sampling = sampling
         self._max_new_tokens = max_new_tokens
         self._stop = stop
-        self._stop_ids = declared_stop_ids(engine.pack, tokenizer)
+        self._stop_ids = stop_ids
 
     def answer(self, prompt: Prompt, piece: Piece) -> dict[str, Any]:
         """Generate for one prompt.

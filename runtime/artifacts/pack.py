@@ -150,7 +150,7 @@ class Pack:
         )
 
     def decode_target(
-        self, key: ExpertKey, buffer: torch.Tensor, draft: DraftRecord | None = None
+        self, key: ExpertKey, buffer: torch.Tensor, draft: DraftRecord | None = None, room: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
         """Exact weights from a record as it was read: `gate_up` [2I, H], `down` [H, I], biases where there are any.
 
@@ -158,13 +158,14 @@ class Pack:
             key: whose record it is.
             buffer: uint8, at least the record's payload; a raw record is viewed, not copied.
             draft: the expert's draft record, for encodings that lean on it.
+            room: uint8 [>= target_layout.payload_bytes] that they may be written to, valid until it is used again.
 
         Raises:
             ArtifactError: the record contradicts itself or its draft record.
         """
         entry = self.records["target"][key]
         try:
-            return ENCODINGS[entry.encoding].decode(buffer, entry.payload_bytes, self.target_layout, draft)
+            return ENCODINGS[entry.encoding].decode(buffer, entry.payload_bytes, self.target_layout, draft, room)
         except ArtifactError as error:
             raise ArtifactError(
                 expected=f"{error.expected}, as target of {name_of(key)}", found=error.found, mend=error.mend

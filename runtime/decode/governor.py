@@ -15,11 +15,16 @@ _PRIOR_ACCEPTANCE = 0.9
 
 
 class Measured:
-    """What a run has shown so far: seconds of a draft step and of a verified row, acceptance by place in the pass."""
+    """What a run has shown so far: seconds of a draft step and of a verification, acceptance by place in the pass.
 
-    def __init__(self) -> None:
+    Args:
+        fixed_rows: whether a pass of the target takes the same time for any number of rows.
+    """
+
+    def __init__(self, fixed_rows: bool = False) -> None:
         self.draft_s = 0.0
-        self.row_s = 0.0
+        self._fixed_rows = fixed_rows
+        self._row_s = 0.0
         self._acceptance: list[float] = []
 
     def drafted(self, seconds: float) -> None:
@@ -28,7 +33,11 @@ class Measured:
 
     def computed(self, rows: int, seconds: float) -> None:
         """One pass of so many rows computed so long, waiting for experts not counted."""
-        self.row_s = _smooth(self.row_s, seconds / rows)
+        self._row_s = _smooth(self._row_s, seconds if self._fixed_rows else seconds / rows)
+
+    def pass_s(self, rows: int) -> float:
+        """Seconds of a pass of so many rows."""
+        return self._row_s if self._fixed_rows else rows * self._row_s
 
     def judged(self, tried: int, accepted: int) -> None:
         """Of `tried` proposals that met the target's choice, verified or compared, the first `accepted` were right."""
@@ -137,7 +146,7 @@ class Roofline:
                 chain *= measured.acceptance(j - 1)
                 expected += chain
             link_s = situation.missing_bytes(j) / situation.bytes_per_s if situation.bytes_per_s else 0.0
-            compute_s = (j + 1) * measured.row_s + expected * measured.draft_s
+            compute_s = measured.pass_s(j + 1) + expected * measured.draft_s
             rate = expected / max(link_s, compute_s, 1e-9)
             if rate > best_rate * (1 + 1e-9):
                 best, best_rate = j, rate

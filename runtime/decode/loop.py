@@ -9,14 +9,14 @@ The long tail is what prefetch and eviction see; the short verification wastes n
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
 
 from runtime.decode.governor import Governor, Measured, Situation
-from runtime.decode.sampling import Chooser, Proposal
+from runtime.decode.sampling import Chooser, Logits, Proposal
 from runtime.memory.location import ExpertKey
 from runtime.memory.predict import Predictor
 from runtime.model.rowwise import MAX_ROWS
@@ -26,10 +26,32 @@ Route = list[ExpertKey]
 
 
 class Draft(Protocol):
-    """Proposes: one token in, logits of the next out, its routing on the side."""
+    """Proposes tokens one after another."""
 
-    def step(self, token: int, position: int) -> tuple[Tensor, Route]:
-        """Logits [vocab_size] after `token`, and the experts that it was routed to."""
+    def propose(self, token: int, position: int, count: int, chooser: Chooser) -> Generator[tuple[Proposal, Route]]:
+        """Up to `count` proposals that follow `token` at `position`, each with the experts of the input before it.
+
+        Each comes as soon as it is known. The caller may close the iterator early.
+        """
+
+
+class StepwiseDraft:
+    """A draft that computes one step when it is asked for it.
+
+    Args:
+        step: gives the logits [vocab_size] after a token at a position, and the experts that it was routed to.
+    """
+
+    def __init__(self, step: Callable[[int, int], tuple[Tensor, Route]]) -> None:
+        self._step = step
+
+    def propose(self, token: int, position: int, count: int, chooser: Chooser) -> Generator[tuple[Proposal, Route]]:
+        """See `Draft.propose`."""
+        for place in range(position, position + count):
+            logits, route = self._step(token, place)
+            proposal = chooser.draft(logits, place + 1)
+            token = proposal.token
+            yield proposal, route
 
 
 class Target(Protocol):
@@ -38,8 +60,8 @@ class Target(Protocol):
     def prefill(self, tokens: Sequence[int]) -> None:
         """Write the KV of a sequence's first tokens."""
 
-    def rows(self, tokens: Sequence[int], position: int) -> tuple[Tensor, list[Route]]:
-        """Logits [rows, vocab_size] and routing of 1 to MAX_ROWS tokens from `position` on."""
+    def rows(self, tokens: Sequence[int], position: int) -> tuple[Sequence[Logits], list[Route]]:
+        """Logits and routing of 1 to `max_rows` tokens from `position` on."""
 
 
 class Experts(Protocol):
@@ -85,12 +107,14 @@ class LoopSettings:
         stop_ids: token ids that end the text; the first one met is the last token kept.
         prefetch_window: tokens of tail; 0 drafts nothing.
         fetch_rows: rows of the announcement that are fetched ahead; None means all.
+        max_rows: of one pass of the target; more are computed by several.
     """
 
     max_new_tokens: int
     stop_ids: frozenset[int]
     prefetch_window: int
     fetch_rows: int | None = None
+    max_rows: int = MAX_ROWS
 
 
 class SpeculativeLoop:
@@ -105,13 +129,15 @@ class SpeculativeLoop:
         predictor: Predictor,
         governor: Governor,
         stats: DecodeStats,
+        measured: Measured | None = None,
     ) -> None:
+        """`measured` goes on from earlier texts."""
         self._target, self._draft, self._experts = target, draft, experts
         self._chooser, self._predictor, self._governor = chooser, predictor, governor
         self._stats = stats
-        self._measured = Measured()
+        self._measured = measured or Measured()
 
-    def generate(self, prompt: Sequence[int], settings: LoopSettings) -> Iterator[int]:
+    def generate(self, prompt: Sequence[int], settings: LoopSettings) -> Generator[int]:
         """Yield new tokens, the stop id included, each as soon as the target has decided it.
 
         Args:
@@ -121,9 +147,9 @@ class SpeculativeLoop:
         if settings.max_new_tokens < 1:
             return
         tokens, tail, emitted = list(prompt), Tail(), 0
-        started, read_bytes = time.perf_counter(), self._stats.cache.read_bytes
+        started, before = time.perf_counter(), replace(self._stats.cache)
         self._target.prefill(tokens[:-1])
-        self._stats.prefill_done(len(tokens), time.perf_counter() - started, self._stats.cache.read_bytes - read_bytes)
+        self._stats.prefill_done(len(tokens), time.perf_counter() - started, before)
         while emitted < settings.max_new_tokens:
             left = settings.max_new_tokens - emitted
             self._fill(tail, tokens, settings, left)
@@ -139,21 +165,26 @@ class SpeculativeLoop:
         """Draft until the tail is full, ends the text, or reaches the last token wanted."""
         if self._draft is None:
             return
-        most = min(settings.prefetch_window, left)
-        while len(tail.proposals) < most:
-            if tail.proposals and tail.proposals[-1].token in settings.stop_ids:
-                return
-            position = len(tokens) - 1 + len(tail.proposals)
-            token = tail.proposals[-1].token if tail.proposals else tokens[-1]
+        missing = min(settings.prefetch_window, left) - len(tail.proposals)
+        token = tail.proposals[-1].token if tail.proposals else tokens[-1]
+        if missing <= 0 or (tail.proposals and token in settings.stop_ids):
+            return
+        proposed = self._draft.propose(token, len(tokens) - 1 + len(tail.proposals), missing, self._chooser)
+        try:
             started = time.perf_counter()
-            logits, route = self._draft.step(token, position)
-            tail.proposals.append(self._chooser.draft(logits, position + 1))
-            tail.routes.append(route)
-            seconds = time.perf_counter() - started
-            self._measured.drafted(seconds)
-            self._stats.draft_s += seconds
-            self._stats.draft_steps += 1
-            self._announce(tail, settings, pass_rows=1)
+            for proposal, route in proposed:
+                tail.proposals.append(proposal)
+                tail.routes.append(route)
+                seconds = time.perf_counter() - started
+                self._measured.drafted(seconds)
+                self._stats.draft_s += seconds
+                self._stats.draft_steps += 1
+                self._announce(tail, settings, pass_rows=1)
+                if proposal.token in settings.stop_ids:
+                    return
+                started = time.perf_counter()
+        finally:
+            proposed.close()
 
     def _announce(self, tail: Tail, settings: LoopSettings, pass_rows: int) -> None:
         self._experts.announce(self._predictor.upcoming(tail.routes), settings.fetch_rows, pass_rows=pass_rows)
@@ -166,8 +197,8 @@ class SpeculativeLoop:
         j = self._governor.choose(self._situation(tail, left, settings))
         inputs = [tokens[-1], *(proposal.token for proposal in tail.proposals[:j])]
         position, decided, agreed, drafted = len(tokens) - 1, list[int](), True, len(tail.proposals)
-        for start in range(0, len(inputs), MAX_ROWS):
-            part = inputs[start : start + MAX_ROWS]
+        for start in range(0, len(inputs), settings.max_rows):
+            part = inputs[start : start + settings.max_rows]
             self._announce(tail, settings, pass_rows=len(part))
             logits, routes = self._timed_rows(part, position + start)
             for row in range(len(part)):
@@ -195,7 +226,7 @@ class SpeculativeLoop:
             measured=self._measured,
         )
 
-    def _timed_rows(self, part: list[int], position: int) -> tuple[Tensor, list[Route]]:
+    def _timed_rows(self, part: list[int], position: int) -> tuple[Sequence[Logits], list[Route]]:
         started, wait_s = time.perf_counter(), self._stats.cache.wait_s
         logits, routes = self._target.rows(part, position)
         seconds = time.perf_counter() - started
@@ -203,7 +234,7 @@ class SpeculativeLoop:
         self._stats.pass_done(len(part), seconds)
         return logits, routes
 
-    def _decide(self, tail: Tail, logits: Tensor, route: Route, position: int) -> tuple[int, bool]:
+    def _decide(self, tail: Tail, logits: Logits, route: Route, position: int) -> tuple[int, bool]:
         """The token at a position, and whether it is the drafted one; the tail moves on or is dropped."""
         proposal = tail.proposals[0] if tail.proposals else None
         token = self._chooser.target(logits, position, proposal)

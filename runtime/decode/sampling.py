@@ -13,6 +13,7 @@ token comes next? The proposal is accepted exactly when the answer equals it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +59,26 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Scores:
+    """Logits of one position that lie on another device.
+
+    Attributes:
+        top: the most likely token.
+        values: gives all of them, float32 [vocab_size], in this machine's memory.
+    """
+
+    top: int
+    values: Callable[[], Tensor]
+
+    def argmax(self) -> int:
+        """As a tensor's."""
+        return self.top
+
+
+Logits = Tensor | Scores
+
+
+@dataclass(frozen=True, slots=True)
 class Proposal:
     """A drafted token and, where the rule needs it, the distribution that it was drawn from: float64 [vocab_size]."""
 
@@ -72,7 +93,7 @@ class Chooser:
         self.settings = settings
         self._noise: dict[int, Tensor] = {}  # of drafted positions, until the target has taken its turn
 
-    def draft(self, logits: Tensor, position: int) -> Proposal:
+    def draft(self, logits: Logits, position: int) -> Proposal:
         """The draft's proposal for a position, from its logits [vocab_size]."""
         if self.settings.temperature == 0:
             return Proposal(int(logits.argmax()))
@@ -81,7 +102,7 @@ class Chooser:
             return Proposal(self._gumbel_max(probs, position, last_use=False))
         return Proposal(self._draw(probs, position, _DRAFT), probs)
 
-    def target(self, logits: Tensor, position: int, proposal: Proposal | None) -> int:
+    def target(self, logits: Logits, position: int, proposal: Proposal | None) -> int:
         """The token at a position, from the target's logits [vocab_size]; equal to the proposal means accepted."""
         if self.settings.temperature == 0:
             return int(logits.argmax())
@@ -96,9 +117,11 @@ class Chooser:
         rest = (probs - proposal.probs).clamp_min(0)
         return self._draw(rest / rest.sum(), position, _RESAMPLE)
 
-    def distribution(self, logits: Tensor) -> Tensor:
+    def distribution(self, logits: Logits) -> Tensor:
         """float64 [vocab_size]: softmax at the temperature, cut by top-k, then by top-p, and made to sum to 1."""
         settings = self.settings
+        if isinstance(logits, Scores):
+            logits = logits.values()
         scaled = (logits.double() - logits.max()) / settings.temperature
         if 0 < settings.sample_top_k < scaled.numel():
             lowest = scaled.topk(settings.sample_top_k).values[-1]

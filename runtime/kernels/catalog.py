@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.kernels import combine, dequant, gemm, read_bytes, route
+from runtime.kernels import combine, dequant, gemm, read_bytes, residual, residual_plan, route
 from runtime.kernels.compile import Source
 from runtime.kernels.device import Gpu
 from runtime.kernels.fused import plan
@@ -68,6 +68,13 @@ def _fused(
     )
 
 
+def _residual(shape: ExpertShape, group_size: int, tokens: int) -> Entry:
+    """Few tokens from residual records on an H200; 104 registers are all that 608 threads can have."""
+    layout = SlotLayout(shape, WeightForm("int4", group_size))
+    made = residual_plan.plan(layout, tokens, FusedConfig(), H200.smem_per_block_bytes)
+    return Entry(made.source, 104, ("sm_90",))
+
+
 # Every `.cu` file has entries here for sm_80 and for sm_90 or sm_90a; one for each set of values that differs in kind.
 CATALOG: tuple[Entry, ...] = (
     Entry(route.SOURCE, 64),
@@ -83,6 +90,24 @@ CATALOG: tuple[Entry, ...] = (
         )
     ),
     *(Entry(dequant.source(WeightForm(kind, group)), 80) for kind in ("int4", "int8") for group in (32, 64, 128)),
+    *(
+        Entry(
+            residual.source(SlotLayout(shape, WeightForm("int4", group))), 80, max_spill_bytes=8
+        )  # sm_80, one register
+        for shape in (_QWEN, _GPT_OSS, _ODD[1])
+        for group in (32, 64, 128)
+    ),
+    _residual(_QWEN, 128, 8),
+    _residual(_QWEN, 128, 16),
+    _residual(_PHI, 128, 8),
+    _residual(_GPT_OSS, 32, 16),
+    _residual(_ODD[1], 64, 8),
+    _residual(_ODD[3], -1, 8),
+    Entry(
+        residual_plan.plan(SlotLayout(_QWEN, _INT4), 8, FusedConfig(), H200.smem_per_block_bytes).source,
+        104,
+        ("sm_80",),
+    ),
     *_fused(_QWEN, _INT4, 8, (H200, A100, CONSUMER)),
     *_fused(_QWEN, _INT4, 16, (H200, A100, CONSUMER)),
     *_fused(_QWEN, _INT4, 8, config=FusedConfig(block_dim=256, experts_per_block=8)),

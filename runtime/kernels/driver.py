@@ -46,6 +46,7 @@ def driver() -> Any:
     pointer = ctypes.c_void_p
     library.cuLaunchKernelEx.argtypes = (pointer, pointer, pointer, pointer)
     library.cuOccupancyMaxActiveBlocksPerMultiprocessor.argtypes = (pointer, pointer, ctypes.c_int, ctypes.c_size_t)
+    library.cuMemcpyHtoDAsync_v2.argtypes = (ctypes.c_uint64, pointer, ctypes.c_size_t, pointer)
     library.cuTensorMapEncodeTiled.argtypes = (
         pointer,
         ctypes.c_int,

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from runtime.errors import ShapeError
 from runtime.kernels import codes_plan, fused_plan
-from runtime.kernels.arguments import require_aligned
+from runtime.kernels.arguments import Argument, require_aligned
 from runtime.kernels.compile import load
 from runtime.kernels.device import Gpu, current_gpu
 from runtime.kernels.fused_config import FusedConfig
 from runtime.kernels.fused_plan import COLUMNS, MAX_TOKENS, FusedPlan
 from runtime.kernels.launch import Kernel
 from runtime.kernels.layout import SlotLayout
+from runtime.kernels.shape import ExpertShape
 
-__all__ = ["FusedConfig", "FusedExperts", "FusedPlan", "plan"]
+__all__ = ["FusedConfig", "FusedExperts", "FusedPlan", "Variants", "plan", "require_tensor", "require_tokens"]
 
 
 def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, gpu: Gpu) -> FusedPlan:
@@ -62,7 +65,9 @@ class FusedExperts:
         self.layout, self.config = layout, config or FusedConfig()
         self._gpu = current_gpu()
         self._group = max(1, self.config.experts_per_block) if layout.form.is_coded else 1
-        self._variants: dict[int, _Variant] = {}
+        self._variants = Variants(
+            lambda tokens: plan(layout, tokens, self.config, self._gpu), layout.shape.moe_intermediate_size
+        )
 
     def run(
         self,
@@ -94,28 +99,7 @@ class FusedExperts:
         self._check(pool, slot_of, x, top_k_index, top_k_weights, out, pairs)
         if resume and pairs is None:
             raise ShapeError(expected="pairs to resume from", found="none", mend="pass the pairs of the earlier call")
-        tokens = len(x)
-        variant = self._variant(tokens)
-        step = variant.plan.max_tokens
-        for first in range(0, tokens, step):
-            part = slice(first, first + step)
-            variant.launch(
-                x[part],
-                top_k_index[part],
-                top_k_weights[part],
-                slot_of,
-                pool,
-                out[part],
-                None if pairs is None else pairs[part],
-                resume,
-            )
-
-    def _variant(self, tokens: int) -> _Variant:
-        most = COLUMNS if tokens <= COLUMNS else MAX_TOKENS
-        if most not in self._variants:
-            chosen = plan(self.layout, most, self.config, self._gpu)
-            self._variants[most] = _Variant(chosen, self.layout.shape.moe_intermediate_size)
-        return self._variants[most]
+        self._variants.run(pool, slot_of, x, top_k_index, top_k_weights, out, pairs, resume)
 
     def _check(
         self,
@@ -127,17 +111,11 @@ class FusedExperts:
         out: Tensor,
         pairs: Tensor | None,
     ) -> None:
-        shape, tokens, slots = self.layout.shape, len(x), len(pool)
-        rows, choice = (tokens, shape.hidden_size), (tokens, shape.top_k)
-        _require("pool", pool, torch.uint8, (slots, self.layout.slot_bytes))
-        _require("slot_of", slot_of, torch.int32, (shape.num_experts,))
-        _require("x", x, torch.bfloat16, rows)
-        _require("top_k_index", top_k_index, torch.int32, choice)
-        _require("top_k_weights", top_k_weights, torch.float32, choice)
-        _require("out", out, torch.bfloat16, rows)
-        if pairs is not None:
-            _require("pairs", pairs, torch.float32, (*choice, shape.hidden_size))
-        require_aligned(pool=pool, x=x, out=out, pairs=pairs)
+        slots = len(pool)
+        require_tensor("pool", pool, torch.uint8, (slots, self.layout.slot_bytes))
+        require_tensor("slot_of", slot_of, torch.int32, (self.layout.shape.num_experts,))
+        require_tokens(self.layout.shape, x, top_k_index, top_k_weights, out, pairs)
+        require_aligned(pool=pool)
         if slots % self._group:
             raise ShapeError(
                 expected=f"a pool of whole groups of {self._group} interleaved slots",
@@ -146,7 +124,30 @@ class FusedExperts:
             )
 
 
-def _require(name: str, tensor: Tensor, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+def require_tokens(
+    shape: ExpertShape, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, out: Tensor, pairs: Tensor | None
+) -> None:
+    """Refuse tokens, routing or outputs that are not as `FusedExperts.run` says.
+
+    Raises:
+        ShapeError: naming the first one.
+    """
+    rows, choice = (len(x), shape.hidden_size), (len(x), shape.top_k)
+    require_tensor("x", x, torch.bfloat16, rows)
+    require_tensor("top_k_index", top_k_index, torch.int32, choice)
+    require_tensor("top_k_weights", top_k_weights, torch.float32, choice)
+    require_tensor("out", out, torch.bfloat16, rows)
+    if pairs is not None:
+        require_tensor("pairs", pairs, torch.float32, (*choice, shape.hidden_size))
+    require_aligned(x=x, out=out, pairs=pairs)
+
+
+def require_tensor(name: str, tensor: Tensor, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """Refuse a tensor of another type or sizes, or with gaps.
+
+    Raises:
+        ShapeError: naming it.
+    """
     if tensor.dtype != dtype or tensor.shape != sizes or not tensor.is_contiguous():
         found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         raise ShapeError(
@@ -154,6 +155,46 @@ def _require(name: str, tensor: Tensor, dtype: torch.dtype, sizes: tuple[int, ..
             found=found if tensor.is_contiguous() else f"{found} with strides {list(tensor.stride())}",
             mend="pass tensors made for this layer",
         )
+
+
+class Variants:
+    """The kernel for up to 8 tokens and the one for up to 16, compiled when first wanted.
+
+    Args:
+        plan: of at most so many tokens.
+        inner: the layer's moe_intermediate_size.
+
+    Attributes:
+        made: by the most tokens wanted of a launch.
+    """
+
+    def __init__(self, plan: Callable[[int], FusedPlan], inner: int) -> None:
+        self._plan, self._inner = plan, inner
+        self.made: dict[int, _Variant] = {}
+
+    def run(
+        self,
+        pool: Tensor,
+        slot_of: Tensor,
+        x: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        out: Tensor,
+        pairs: Tensor | None,
+        resume: bool,
+        more: tuple[Argument, ...] = (),
+    ) -> None:
+        """Launches over all tokens; `more` are what the kernel takes beside the arguments of `moe_small.cu`."""
+        most = COLUMNS if len(x) <= COLUMNS else MAX_TOKENS
+        if most not in self.made:
+            self.made[most] = _Variant(self._plan(most), self._inner)
+        variant = self.made[most]
+        step = variant.plan.max_tokens
+        for first in range(0, len(x), step):
+            part = slice(first, first + step)
+            some = None if pairs is None else pairs[part]
+            tokens = (x[part], top_k_index[part], top_k_weights[part])
+            variant.launch(*tokens, slot_of, pool, out[part], some, resume, more)
 
 
 class _Variant:
@@ -178,8 +219,9 @@ class _Variant:
         out: Tensor,
         pairs: Tensor | None,
         resume: bool,
+        more: tuple[Argument, ...],
     ) -> None:
         tokens = len(x)
         tensors = (x, top_k_index, top_k_weights, slot_of, pool, self._state, self._h, out, pairs)
         first_claim = self.plan.first_claim(tokens, self._grid)
-        self._kernel.launch(self._grid, (*tensors, tokens, int(resume), first_claim), programmatic=True)
+        self._kernel.launch(self._grid, (*tensors, tokens, int(resume), first_claim, *more), programmatic=True)

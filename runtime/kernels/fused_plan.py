@@ -21,6 +21,7 @@ _MAX_TEAMS = 15  # a team of several warps has a hardware barrier of its own, an
 _QUEUE = 32  # claims that a team remembers
 _CHUNK_UNITS = (2, 1)  # of a stage of a warp, at most; best first
 _TEAM = 8
+_SPLIT_COLUMNS = 128  # that no split parts
 _MIN_STAGES, _MAX_STAGES = 2, 8  # without a word of the caller
 _PLAIN_COLUMNS, _PLAIN_BYTES = 64, 2048  # a unit of BF16 rows, as the kernel copies them
 _STAGE_NOTE_BYTES = 16
@@ -157,12 +158,13 @@ def _splits(layout: SlotLayout, config: FusedConfig) -> list[_Split]:
 
 def _split(layout: SlotLayout, config: FusedConfig, warps: int, most: int) -> _Split:
     shape = layout.shape
-    unit_columns, _ = _unit(layout)
-    units1, units2 = (-(-columns // unit_columns) for columns in (shape.hidden_size, shape.moe_intermediate_size))
-    team = min(config.team or _TEAM, warps, _power_below(units1))
+    widths = (shape.hidden_size, shape.moe_intermediate_size)
+    groups1, groups2 = (-(-columns // _SPLIT_COLUMNS) for columns in widths)
+    team = min(config.team or _TEAM, warps, _power_below(groups1))
     if team > 1 and warps // team > _MAX_TEAMS:
         team = 1
-    parts = min(config.k_split or (4 if shape.top_k > 2 else 8), warps, _power_below(units2))
+    parts = min(config.k_split or (4 if shape.top_k > 2 else 8), warps, _power_below(groups2))
+    units1, units2 = (-(-columns // _unit(layout)[0]) for columns in widths)
     chunk = max(_even_chunk(-(-units // shares), most) for units, shares in ((units1, team), (units2, parts)))
     return _Split(warps, team, parts, chunk)
 

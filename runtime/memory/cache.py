@@ -11,11 +11,11 @@ from runtime.errors import MoespeqError, PlanError, StorageError
 from runtime.memory.eviction import EvictionPolicy
 from runtime.memory.location import ExpertKey
 from runtime.memory.residency import Residency
-from runtime.memory.slots import SlotPool
+from runtime.memory.slots import Slots
 from runtime.memory.stats import CacheStats
 from runtime.memory.store import RecordReader
-from runtime.memory.stream import ExpertStream, Ticket
-from runtime.memory.transfer import ReaderThreads, Transfer, TransferQueue
+from runtime.memory.stream import ExpertStream, Hold, Ticket
+from runtime.memory.transfer import Copies, Landing, ReaderThreads, Transfer, TransferQueue
 
 _CHECK_S = 0.25  # how often a waiting stream looks for what no reader will tell it
 
@@ -34,14 +34,20 @@ class ExpertCache:
         store: where records come from.
         pool: the slots.
         policy: which expert gives way; one policy object a cache.
-        max_parallel_transfers: reads at a time, at least 1.
+        max_parallel_transfers: reads at a time, at least 1; with `copies`, prefetches at a time.
+        copies: move records without a thread; the caller's own `poll` then notes what has arrived and starts more.
 
     Raises:
         PlanError: a slot is smaller than the largest record, or there is no reader.
     """
 
     def __init__(
-        self, store: RecordReader, pool: SlotPool, policy: EvictionPolicy, max_parallel_transfers: int = 4
+        self,
+        store: RecordReader,
+        pool: Slots,
+        policy: EvictionPolicy,
+        max_parallel_transfers: int = 4,
+        copies: Copies | None = None,
     ) -> None:
         if pool.slot_bytes < store.max_record_bytes:
             raise PlanError(
@@ -68,7 +74,12 @@ class ExpertCache:
         self._lock = threading.RLock()  # taken back after a wait without regard to signals, unlike a Lock
         self._work = threading.Condition(self._lock)  # readers wait here
         self._arrived = threading.Condition(self._lock)  # streams wait here
-        self._readers = ReaderThreads(max_parallel_transfers, self._take, self._read, self._report, self._crash)
+        self._copies = copies
+        self._most_prefetches = max_parallel_transfers
+        self._flying: list[tuple[Transfer, Landing]] = []
+        self._may_start = False  # whether more could start than at the last poll
+        readers = 0 if copies is not None else max_parallel_transfers
+        self._readers = ReaderThreads(readers, self._take, self._read, self._report, self._crash)
         try:
             self._readers.start()
         except BaseException:
@@ -97,7 +108,7 @@ class ExpertCache:
             self._residency.window.announce(upcoming, fetch_rows, pass_rows)
             self._queue.plan()
             if self._queue.num_queued:
-                self._work.notify()
+                self._wake()
 
     def stream(self, keys: Sequence[ExpertKey]) -> ExpertStream:
         """Ask for these experts now and iterate over (key, uint8 [slot_bytes]) as they are there.
@@ -115,10 +126,48 @@ class ExpertCache:
         ticket = self._ask(keys)
         return ExpertStream(ticket, self._residency.slots, self._pool.tensor, self._advance, self._end)
 
+    def hold(self, keys: Sequence[ExpertKey]) -> Hold:
+        """Ask for these experts together and keep them until the hold is closed; returns at once.
+
+        For kernels that run on while the caller goes on: it closes the hold when they are done. There must be slots for
+        the different keys beside those that open holds and streams of the same thread keep.
+
+        Raises (here or while waiting): as `stream` does.
+        """
+        return Hold(self._ask(keys), self._residency.slots, self._wait_for_all, self._end)
+
+    @property
+    def num_resident(self) -> int:
+        """Experts that are in slots."""
+        return len(self._residency.slots)
+
+    def resident_slots(self) -> dict[ExpertKey, int]:
+        """The slot of every expert that is in one; unless all are, it may have changed when this returns."""
+        with self._lock:
+            return dict(self._residency.slots)
+
     def missing_bytes(self, keys: Sequence[ExpertKey]) -> int:
         """Bytes of those different keys that are not resident; what is still in flight counts in full."""
         slots, record_bytes = self._residency.slots, self._store.record_bytes
         return sum(record_bytes(key) for key in set(keys) if key not in slots)
+
+    def poll(self) -> None:
+        """Note which copies have arrived, and start more: for whenever the caller would wait for anything else.
+
+        For a cache with `copies`; it does nothing else.
+        """
+        if not (self._flying or self._may_start):
+            return
+        with self._lock:
+            for number, (transfer, landing) in enumerate(self._flying):
+                if landing.done():
+                    del self._flying[number]
+                    self._may_start = True
+                    self._report(transfer, landing.num_bytes)
+                    break
+            if self._may_start and not self._closed:
+                self._may_start = False
+                self._start_copies()
 
     def close(self) -> None:
         """Drop what is queued, wait for reads in flight, end the threads. Streams still waiting raise."""
@@ -128,6 +177,29 @@ class ExpertCache:
             self._work.notify_all()
             self._arrived.notify_all()
         self._readers.join()
+        for _, landing in self._flying:
+            landing.wait()
+        self._flying.clear()
+
+    def _start_copies(self) -> None:
+        """Start every demand, and prefetches as long as few are under way."""
+        assert self._copies is not None
+        prefetches = sum(transfer.cause == "prefetch" for transfer, _ in self._flying)
+        while self._queue.demands or prefetches < self._most_prefetches:
+            transfer = self._queue.take()
+            if transfer is None:
+                return
+            prefetches += transfer.cause == "prefetch"
+            landing = self._copies.start(transfer.key, self._pool.buffer(transfer.slot), transfer.cause == "demand")
+            self._flying.append((transfer, landing))
+
+    def _wake(self, count: int = 1) -> None:
+        """Something may start that could not before."""
+        if self._copies is None:
+            self._work.notify(count)
+        else:
+            self._may_start = True
+            self.poll()
 
     def __enter__(self) -> Self:
         return self
@@ -159,7 +231,7 @@ class ExpertCache:
                 self._release(ticket)
                 raise
             if ticket.pending:
-                self._work.notify(len(ticket.pending))
+                self._wake(len(ticket.pending))
         return ticket
 
     def _want(self, key: ExpertKey, ticket: Ticket) -> None:
@@ -185,7 +257,7 @@ class ExpertCache:
             ticket.held.clear()
             self._residency.unpin(done)
             if self._queue.may_start(done):
-                self._work.notify()
+                self._wake()
             try:
                 while not ticket.ready and ticket.pending:
                     self._wait(ticket)
@@ -201,16 +273,31 @@ class ExpertCache:
             ticket.held.append(key)
             return key
 
+    def _wait_for_all(self, ticket: Ticket) -> None:
+        with self._lock:
+            try:
+                while ticket.pending:
+                    self._wait(ticket)
+                if ticket.error is not None:
+                    raise ticket.error
+            except BaseException:
+                self._release(ticket)
+                raise
+
     def _wait(self, ticket: Ticket) -> None:
         if ticket.error is not None:
             raise ticket.error
         self._check_open()
         started = time.perf_counter()
-        notified = self._arrived.wait(_CHECK_S)
+        if self._copies is None:
+            notified = self._arrived.wait(_CHECK_S)
+        else:
+            self.poll()
+            notified = bool(self._flying) or not ticket.pending
         self.stats.wait_s += time.perf_counter() - started
         if notified:
             return
-        if not self._readers.alive():
+        if self._copies is None and not self._readers.alive():
             raise StorageError(
                 expected="running reader threads",
                 found="none in this process",
@@ -247,7 +334,7 @@ class ExpertCache:
                 self._queue.demands.pop(key, None)
         ticket.pending.clear()
         if self._queue.may_start(unpinned):
-            self._work.notify()
+            self._wake()
 
     def _end(self, ticket: Ticket) -> None:
         with self._lock:

@@ -15,7 +15,7 @@ _DEFAULT_SHARE = 0.6  # of what is left: activations, the allocator and the rest
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of each part of a run; all in one memory, as on a CPU.
+    """Bytes of each part of a run: all in one memory on a CPU; a GPU has its own, and the host's behind it.
 
     Attributes:
         dense_bytes: all that is not a routed expert.
@@ -27,7 +27,11 @@ class MemoryPlan:
         total_expert_bytes: slots for all of them.
         minimum_cache_bytes: one slot; correct and slow.
         recommended_cache_bytes: the experts of one token in all layers and those in flight.
-        available_bytes: what the machine could give when the plan was made.
+        available_bytes: what the machine, or the GPU, could give when the plan was made.
+        context_tokens: tokens that the KV cache is for.
+        workspace_bytes: activations and the kernels' own memory, on a GPU; an estimate.
+        host_slots: exact experts that the host keeps in memory for the GPU; 0 on a CPU.
+        host_available_bytes: what the host could give.
     """
 
     dense_bytes: int
@@ -41,15 +45,33 @@ class MemoryPlan:
     minimum_cache_bytes: int
     recommended_cache_bytes: int
     available_bytes: int
+    context_tokens: int = 0
+    workspace_bytes: int = 0
+    host_slots: int = 0
+    host_available_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """Everything that the run keeps in memory."""
-        return self.dense_bytes + self.draft_bytes + self.kv_bytes + self.cache_bytes
+        """Everything that the run keeps in memory, the GPU's where it computes there."""
+        return self.dense_bytes + self.draft_bytes + self.kv_bytes + self.cache_bytes + self.workspace_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """What the host keeps for the GPU."""
+        return self.host_slots * self.slot_bytes
 
     def lines(self) -> list[tuple[str, str]]:
         """(what, how much) for printing."""
         share = self.cache_bytes / self.total_expert_bytes
+        gpu = bool(self.host_slots)
+        host = [
+            ("work space", format_size(self.workspace_bytes)),
+            (
+                "experts in host memory",
+                f"{format_size(self.host_bytes)}: {self.host_slots} of {self.num_experts} experts, "
+                f"of {format_size(self.host_available_bytes)} available",
+            ),
+        ]
         return [
             ("dense weights", format_size(self.dense_bytes)),
             ("draft experts", format_size(self.draft_bytes)),
@@ -60,8 +82,12 @@ class MemoryPlan:
             ),
             ("expert cache, minimum", format_size(self.minimum_cache_bytes)),
             ("expert cache, recommended", f"{format_size(self.recommended_cache_bytes)} or more"),
+            *(host if gpu else []),
             ("all target experts, on disk", format_size(self.total_expert_bytes)),
-            ("total in memory", f"{format_size(self.total_bytes)} of {format_size(self.available_bytes)} available"),
+            (
+                "total in GPU memory" if gpu else "total in memory",
+                f"{format_size(self.total_bytes)} of {format_size(self.available_bytes)} available",
+            ),
         ]
 
 
@@ -78,6 +104,8 @@ def make_plan(
     cache_size: str | int | None = None,
     max_parallel_transfers: int = 4,
     available_bytes: int | None = None,
+    workspace_bytes: int = 0,
+    default_share: float = _DEFAULT_SHARE,
 ) -> MemoryPlan:
     """Place every part of a run, or refuse with the smallest change that would make it fit.
 
@@ -94,6 +122,8 @@ def make_plan(
             other parts, and never less than one slot.
         max_parallel_transfers: reads in flight, for the recommendation.
         available_bytes: memory to plan with; None asks the machine.
+        workspace_bytes: as in MemoryPlan.
+        default_share: of the memory left by the other parts, for experts where no cache_size says otherwise.
 
     Raises:
         InputError: cache_size is not a size.
@@ -101,12 +131,12 @@ def make_plan(
     """
     available = available_memory_bytes() if available_bytes is None else available_bytes
     kv_bytes = kv_bytes_per_token * context_tokens
-    fixed_bytes = dense_bytes + draft_bytes + kv_bytes
+    fixed_bytes = dense_bytes + draft_bytes + kv_bytes + workspace_bytes
     left_bytes = available - fixed_bytes
     if left_bytes < slot_bytes:
         raise _no_room(fixed_bytes, kv_bytes, kv_bytes_per_token, slot_bytes, available)
     if cache_size is None:
-        num_slots = max(1, int(left_bytes * _DEFAULT_SHARE) // slot_bytes)
+        num_slots = max(1, int(left_bytes * default_share) // slot_bytes)
     else:
         num_slots = parse_size(cache_size, num_experts_total * slot_bytes) // slot_bytes
         if num_slots < 1:
@@ -137,6 +167,8 @@ def make_plan(
         minimum_cache_bytes=slot_bytes,
         recommended_cache_bytes=recommended * slot_bytes,
         available_bytes=available,
+        context_tokens=context_tokens,
+        workspace_bytes=workspace_bytes,
     )
 
 

@@ -45,16 +45,25 @@ class Residency:
     def claim_ahead(self, fetch: Fetch) -> int | None:
         """A slot for a prefetch: a free one, or its victim's once that has no use left before the newcomer's.
 
-        Where the victim is gone already, an expert that the window does not need takes its part.
+        Where the victim is gone already, `claim_spare` takes its part.
         """
         if self._free:
             return self._free.pop()
-        victim, next_use = fetch.victim, self.window.next_use
-        if victim is None or victim not in self.slots:
-            unneeded = (key for key in self.slots if key not in self.pins and key not in next_use)
-            victim = self._policy.victim(unneeded, next_use)
-            return None if victim is None else self._evict(victim)
-        return self._evict(victim) if self.may_give_way(victim, fetch) else None
+        victim = fetch.victim
+        if victim is None or victim not in self.slots or not self.may_give_way(victim, fetch):
+            return None
+        return self._evict(victim)
+
+    def lost_victim(self, fetch: Fetch) -> bool:
+        """Whether nobody is left to give way to a prefetch."""
+        return fetch.victim is None or fetch.victim not in self.slots
+
+    def claim_spare(self) -> int | None:
+        """The slot of an expert that the window does not need; None where it needs all."""
+        next_use = self.window.next_use
+        unneeded = (key for key in self.slots if key not in self.pins and key not in next_use)
+        victim = self._policy.victim(unneeded, next_use)
+        return None if victim is None else self._evict(victim)
 
     def may_give_way(self, key: ExpertKey, fetch: Fetch) -> bool:
         """Whether a resident expert is unpinned and not needed up to the newcomer's use."""

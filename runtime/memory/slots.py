@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import mmap
+from typing import Any, Protocol
 
 import torch
 
 from runtime.errors import PlanError
 from runtime.memory.location import PAGE_BYTES
+
+
+class Slots(Protocol):
+    """Equal places for records, wherever they lie.
+
+    Attributes:
+        num_slots: how many.
+        slot_bytes: of each.
+    """
+
+    num_slots: int
+    slot_bytes: int
+
+    def tensor(self, slot: int) -> torch.Tensor:
+        """uint8 [slot_bytes], the slot's own memory."""
+        ...
+
+    def buffer(self, slot: int) -> Any:
+        """The slot's memory as the store that fills this pool wants it."""
+        ...
 
 
 class SlotPool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 
 @dataclass(slots=True)
@@ -60,6 +60,11 @@ class CacheStats:
         """All fields and the sums, ready for JSON."""
         totals: dict[str, int | float | None] = asdict(self)
         return totals | {"requests": self.requests, "read_bytes": self.read_bytes, "hit_rate": self.hit_rate}
+
+    def forget(self) -> None:
+        """Begin again at 0."""
+        for field in fields(self):
+            setattr(self, field.name, field.default)
 
     def count_read(self, cause: str, num_bytes: int) -> None:
         """Add one finished read of the cause "demand" or "prefetch"."""

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from runtime.errors import ArtifactError, StorageError
 from runtime.memory.location import PAGE_BYTES, ExpertKey, RecordLocation, name_of
@@ -29,10 +29,11 @@ class RecordReader(Protocol):
         """Bytes that one read of this record moves; ArtifactError for an unknown key."""
         ...
 
-    def read_into(self, key: ExpertKey, buffer: memoryview, landed: Callable[[], None] | None = None) -> int:
+    def read_into(self, key: ExpertKey, buffer: Any, landed: Callable[[], None] | None = None) -> int:
         """Fill the start of the buffer with the record and return the bytes read; callable from any thread.
 
-        `landed` may be called when the device is done and work without it remains.
+        The buffer is what the pool's `buffer` gives. `landed` may be called when the device is done and work without
+        it remains.
         """
         ...
 

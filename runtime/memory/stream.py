@@ -1,4 +1,4 @@
-"""One demand for experts, and the iterator that hands them over."""
+"""One demand for experts, and how they are handed over: one by one as they arrive, or all at once."""
 
 from __future__ import annotations
 
@@ -77,6 +77,57 @@ class ExpertStream(Iterator[tuple[ExpertKey, torch.Tensor]]):
 
     def close(self) -> None:
         """Unpin what it holds and withdraw what it waits for; safe to repeat."""
+        self._end(self._ticket)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Hold:
+    """Experts that stay where they are until it is closed: for one thread, best in a `with`.
+
+    Args:
+        ticket: what was asked for.
+        slots: slot of each resident expert.
+        wait: returns when nothing of the ticket is pending.
+        end: releases the ticket; safe to repeat.
+    """
+
+    __slots__ = ("_end", "_slots", "_ticket", "_wait")
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        slots: Mapping[ExpertKey, int],
+        wait: Callable[[Ticket], None],
+        end: Callable[[Ticket], None],
+    ) -> None:
+        self._ticket, self._slots, self._wait, self._end = ticket, slots, wait, end
+
+    @property
+    def complete(self) -> bool:
+        """Whether all experts are there."""
+        return not self._ticket.pending
+
+    def here(self) -> dict[ExpertKey, int]:
+        """The slots of those that are there by now."""
+        return {key: self._slots[key] for key in list(self._ticket.ready)}
+
+    def wait(self) -> dict[ExpertKey, int]:
+        """The slots of all of them, once they are there.
+
+        Raises:
+            ArtifactError, StorageError: a record cannot be read, or the cache is closed.
+        """
+        if self._ticket.pending or self._ticket.error is not None:
+            self._wait(self._ticket)
+        return self.here()
+
+    def close(self) -> None:
+        """Let them go; safe to repeat."""
         self._end(self._ticket)
 
     def __enter__(self) -> Self:

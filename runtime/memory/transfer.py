@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from runtime.memory.location import ExpertKey
 from runtime.memory.residency import Residency
@@ -32,6 +32,29 @@ class Transfer:
     claimed: bool = False
     started: float = 0.0
     read_s: float | None = None
+
+
+class Landing(Protocol):
+    """A copy under way.
+
+    Attributes:
+        num_bytes: that it moves.
+    """
+
+    num_bytes: int
+
+    def done(self) -> bool:
+        """Whether it has arrived."""
+
+    def wait(self) -> None:
+        """Return when it has."""
+
+
+class Copies(Protocol):
+    """Moves records without a thread of its own."""
+
+    def start(self, key: ExpertKey, buffer: Any, urgent: bool) -> Landing:
+        """Queue the copy of a record to a slot, ahead of those that are not urgent where that can be."""
 
 
 class TransferQueue:
@@ -83,11 +106,15 @@ class TransferQueue:
             key = next(iter(self.demands))
             del self.demands[key]
             return self._start(Transfer(key, slot, "demand", claimed=True))
+        spare = True  # until the residents were looked through in vain
         for fetch in list(self._fetches.values()):
             if fetch.key in self._residency.slots or fetch.key in self.in_flight:
                 del self._fetches[fetch.key]
                 continue
             slot = self._residency.claim_ahead(fetch)
+            if slot is None and spare and self._residency.lost_victim(fetch):
+                slot = self._residency.claim_spare()
+                spare = slot is not None
             if slot is not None:
                 del self._fetches[fetch.key]
                 return self._start(Transfer(fetch.key, slot, "prefetch"))

@@ -18,6 +18,8 @@ class _Cursor:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.position = 0
+        self.rows: Tensor | None = None
+        self.length = 0
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
@@ -38,10 +40,17 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write at the shared position and return everything up to the end of what was written."""
+        """Write at the shared position and return everything up to the end of what was written.
+
+        Where rows have places of their own, each is written at its own, and the first `length` entries are returned.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
+        if self._cursor.rows is not None:
+            self.keys.index_copy_(2, self._cursor.rows, key_states)
+            self.values.index_copy_(2, self._cursor.rows, value_states)
+            return self.keys[:, :, : self._cursor.length], self.values[:, :, : self._cursor.length]
         start, end = self._cursor.position, self._cursor.position + key_states.shape[2]
         self.keys[:, :, start:end] = key_states
         self.values[:, :, start:end] = value_states
@@ -86,6 +95,15 @@ class SharedKv(Cache):  # type: ignore[misc]
     @position.setter
     def position(self, value: int) -> None:
         self._cursor.position = value
+
+    def place_rows(self, positions: Tensor | None, length: int) -> None:
+        """Let each row of the next forwards write at a place that is in memory, for passes that are recorded.
+
+        Args:
+            positions: int64 [rows] on the device; None goes back to one `position`.
+            length: entries that attention gets, beyond every position.
+        """
+        self._cursor.rows, self._cursor.length = positions, length
 
     @property
     def allocated_bytes(self) -> int:

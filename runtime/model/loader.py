@@ -18,12 +18,13 @@ from runtime.model.families import MoeSpec, memory_name
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
-def build(config_folder: Path, dtype: torch.dtype) -> Any:
+def build(config_folder: Path, dtype: torch.dtype, attention: str | None = None) -> Any:
     """A causal language model of the library on the meta device, its routed experts without parameters.
 
     Args:
         config_folder: holds config.json.
         dtype: of the arithmetic; parameters that the library keeps in float32 stay so.
+        attention: name of a registered attention function; the library chooses otherwise.
 
     Returns:
         The model, in evaluation mode. Buffers that no checkpoint stores (rotary frequencies) are real.
@@ -38,8 +39,11 @@ def build(config_folder: Path, dtype: torch.dtype) -> Any:
         config = AutoConfig.from_pretrained(config_folder)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
+        named = {} if attention is None else {"attn_implementation": attention}
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=experts.IMPLEMENTATION)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, experts_implementation=experts.IMPLEMENTATION, **named
+            )
     except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise InputError(
             expected=f"a model that this transformers can build from {config_folder / 'config.json'}",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runtime.decode.governor import Situation
-from runtime.decode.loop import LoopSettings, Route, SpeculativeLoop
+from runtime.decode.loop import LoopSettings, Route, SpeculativeLoop, StepwiseDraft
 from runtime.decode.sampling import Chooser, SamplingSettings
 from runtime.memory.location import ExpertKey
 from runtime.memory.predict import make_predictor
@@ -151,7 +151,9 @@ def greedy(target: Rule, prompt: list[int], count: int, stop: frozenset[int]) ->
 def run(world: World, script: Script, window: int, stop: frozenset[int] = frozenset(), drafting: bool = True):  # type: ignore[no-untyped-def]
     stats = DecodeStats(CacheStats())
     chooser, predictor = Chooser(SamplingSettings()), make_predictor("draft")
-    loop = SpeculativeLoop(world, world if drafting else None, world, chooser, predictor, script, stats)
+    loop = SpeculativeLoop(
+        world, StepwiseDraft(world.step) if drafting else None, world, chooser, predictor, script, stats
+    )
     return loop.generate(world.prompt, LoopSettings(world.wanted, stop, window, world.fetch_rows)), stats
 
 

@@ -19,7 +19,13 @@ from runtime.kernels.layout import SlotLayout
 from tests.kernels.host import cxx
 
 EMULATOR = Path(__file__).parent / "emulator"
-HEADERS = ("activation.cuh", "expert_layer.cuh", "few_tokens.cuh", "layout.cuh")  # common.cuh is the machine's own
+HEADERS = (
+    "activation.cuh",
+    "expert_layer.cuh",
+    "few_tokens.cuh",
+    "layout.cuh",
+    "residual.cuh",
+)  # common.cuh is the machine's own
 LATE, AT_ONCE, RANDOM = range(3)  # when copies land
 
 
@@ -65,7 +71,7 @@ class Emulated:
         state = torch.zeros(calls, 2, dtype=torch.int32) if state is None else state
         h = torch.full((calls, 2, self.max_pairs, inner), -1, dtype=torch.int16) if h is None else h
         y = torch.full_like(x, float("nan"))
-        arguments = [_pointer(t) for t in (x, top_k_index, top_k_weights, slot_of, pool, state, h, y, pairs)]
+        arguments = [pointer(t) for t in (x, top_k_index, top_k_weights, slot_of, pool, state, h, y, pairs)]
         self.library.run_experts.restype = ctypes.c_char_p
         fault = self.library.run_experts(
             calls,
@@ -82,7 +88,7 @@ class Emulated:
         return y
 
 
-def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
     assert tensor is None or tensor.is_contiguous()
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
@@ -95,14 +101,30 @@ def build(
     source: str = "moe_small.cu",
     edit: tuple[str, str] | None = None,
 ) -> Emulated:
-    """Compile `source` for the host.
+    """Compile a kernel for few tokens for the host; the arguments are those of `library`.
 
     Args:
         layout: of the slots that it will read.
+    """
+    return Emulated(library("experts.cpp", source, defines, folder, arch, edit), layout, int(defines["MAX_PAIRS"]))
+
+
+def library(
+    main: str,
+    source: str,
+    defines: dict[str, int | str],
+    folder: Path,
+    arch: int = 900,
+    edit: tuple[str, str] | None = None,
+) -> ctypes.CDLL:
+    """Compile `source` for the host.
+
+    Args:
+        main: the file of the emulator that runs it.
+        source: the file of the kernel folder.
         defines: its macros.
         folder: where compiled libraries are kept.
         arch: what `__CUDA_ARCH__` says.
-        source: the file of the kernel folder; its kernel has the same name.
         edit: a text of the source or its headers and what to put in its place, to plant a fault.
     """
     texts = {name: (kernel_folder() / name).read_text(encoding="utf-8") for name in (source, *HEADERS)}
@@ -110,7 +132,7 @@ def build(
         assert sum(text.count(edit[0]) for text in texts.values()) == 1, f"{edit[0]!r} once in {source} and its headers"
         texts = {name: text.replace(*edit) for name, text in texts.items()}
     machine = [f.read_text(encoding="utf-8") for f in sorted(EMULATOR.iterdir())]
-    key = hashlib.sha256(repr((texts, machine, sorted(defines.items()), arch)).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((main, texts, machine, sorted(defines.items()), arch)).encode()).hexdigest()[:16]
     target = folder / f"{key}.so"
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=folder) as name:
@@ -121,9 +143,7 @@ def build(
             command = [cxx(), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-D__CUDA_ARCH__={arch}"]
             command += [f'-DKERNEL_FILE="{source}"', f"-DKERNEL_NAME={source.removesuffix('.cu')}"]
             command += [f"-D{macro}={value}" for macro, value in defines.items()]
-            done = subprocess.run(
-                [*command, "-o", "experts.so", "experts.cpp"], cwd=work, capture_output=True, text=True
-            )
+            done = subprocess.run([*command, "-o", "made.so", main], cwd=work, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
-            os.replace(work / "experts.so", target)
-    return Emulated(ctypes.CDLL(str(target)), layout, int(defines["MAX_PAIRS"]))
+            os.replace(work / "made.so", target)
+    return ctypes.CDLL(str(target))

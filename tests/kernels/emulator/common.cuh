@@ -10,6 +10,7 @@ template <class T> inline T simt_lds(u32 a) { T v; memcpy(&v, simt::at_shared(a,
 template <class T> inline void simt_sts(u32 a, T v) { memcpy(simt::at_shared(a, sizeof(T)), &v, sizeof(T)); }
 inline uint4 lds128(u32 a) { return simt_lds<uint4>(a); }
 inline u32 lds32(u32 a) { return simt_lds<u32>(a); }
+inline u32 lds16(u32 a) { return simt_lds<u16>(a); }
 inline float lds_f32(u32 a) { return simt_lds<float>(a); }
 inline float4 lds_f128(u32 a) { return simt_lds<float4>(a); }
 inline void sts32(u32 a, u32 v) { simt_sts(a, v); }
@@ -61,8 +62,24 @@ inline u32 simt_bf16(float f) {
 inline u32 f32_to_bf16x2(float high, float low) { return simt_bf16(high) << 16 | simt_bf16(low); }
 inline float f16_to_f32(u32 bits) { _Float16 h; const u16 b = (u16)bits; memcpy(&h, &b, 2); return (float)h; }
 inline u32 and_or(u32 a, u32 mask, u32 bits) { return (a & mask) | bits; }
+inline u32 permute(u32 a, u32 b, u32 selector) {   // bit 3 of a selector: the sign of the byte, eight times
+  const u64 bytes = (u64)b << 32 | a;
+  u32 out = 0;
+  for (int i = 0; i < 4; i++) {
+    const u32 from = selector >> (4 * i) & 15, byte = bytes >> (8 * (from & 7)) & 255;
+    out |= (from & 8 ? (byte >> 7) * 255 : byte) << (8 * i);
+  }
+  return out;
+}
 inline u32 sub_bf16x2(u32 a, u32 b) {
   return f32_to_bf16x2(bf16_to_f32(a >> 16) - bf16_to_f32(b >> 16), bf16_to_f32(a & 0xffff) - bf16_to_f32(b & 0xffff));
+}
+inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {   // exact in double for the few bits of codes and scales
+  auto one = [&](int shift) {
+    auto half = [&](u32 v) { return (double)bf16_to_f32(v >> shift & 0xffff); };
+    return (float)(half(a) * half(b) + half(c));
+  };
+  return f32_to_bf16x2(one(16), one(0));
 }
 // c (16 x 8) += a (16 x 16) * b (16 x 8), operands as mma.m16n8k16 spreads them over the lanes
 inline void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

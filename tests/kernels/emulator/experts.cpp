@@ -7,6 +7,14 @@ static simt::Machine machine_of(u32 grid, u32 shared_bytes, int copies, u32 seed
   return m;
 }
 static char message[512];
+#if RECORDS
+static struct { const int* record_of; const u8* records; u64 record_bytes; const u8* directory; } own;
+#define MORE , own.record_of, own.records, own.record_bytes, own.directory
+// What further calls take beside their arguments
+extern "C" void set_records(const int* record_of, const u8* records, u64 record_bytes, const u8* directory) { own = {record_of, records, record_bytes, directory}; }
+#else
+#define MORE
+#endif
 
 // `calls` launches of one geometry, all at once: call i takes x, index, weight, y, state and h from its place. Returns null or what failed.
 extern "C" const char* run_experts(int calls, u32 grid, u32 resident, int copies, u32 seed, const u16* x, const int* index, const float* weight, const int* slot_of,
@@ -15,7 +23,7 @@ extern "C" const char* run_experts(int calls, u32 grid, u32 resident, int copies
   for (int i = 0; i < calls; i++)
     machines.push_back(machine_of(grid, SHARED_BYTES, copies, seed + i, [=] {
       KERNEL_NAME(x + (size_t)i * num_tokens * HIDDEN, index + (size_t)i * num_tokens * TOP_K, weight + (size_t)i * num_tokens * TOP_K, slot_of, pool, state + 2 * i,
-                  h + (size_t)i * 2 * MAX_PAIRS * INTER, y + (size_t)i * num_tokens * HIDDEN, pairs, num_tokens, resume, first_claim);
+                  h + (size_t)i * 2 * MAX_PAIRS * INTER, y + (size_t)i * num_tokens * HIDDEN, pairs, num_tokens, resume, first_claim MORE);
     }));
   std::vector<simt::Machine*> all;
   for (auto& m : machines) all.push_back(&m);

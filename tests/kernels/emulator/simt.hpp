@@ -267,6 +267,7 @@ inline int2 make_int2(int x, int y) { return {x, y}; }
 template <class A, class B> inline auto min(A a, B b) -> decltype(a + b) { return a < b ? a : b; }
 template <class A, class B> inline auto max(A a, B b) -> decltype(a + b) { return a > b ? a : b; }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
+inline u32 __funnelshift_r(u32 low, u32 high, u32 shift) { return (u32)(((u64)high << 32 | low) >> (shift & 31)); }
 inline float __uint_as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
 inline u32 __float_as_uint(float f) { u32 v; memcpy(&v, &f, 4); return v; }
 inline float __expf(float v) { return std::exp(v); }
@@ -296,4 +297,6 @@ template <class T, class F> inline T simt_shuffle(int op, const char* what, T v,
 template <class T> inline T __shfl_sync(u32, T v, int source) { return simt_shuffle(3, "__shfl_sync", v, [=](int) { return source & 31; }); }
 template <class T> inline T __shfl_xor_sync(u32, T v, int mask) { return simt_shuffle(4, "__shfl_xor_sync", v, [=](int i) { return i ^ mask; }); }
 template <class T> inline T __shfl_down_sync(u32, T v, int d) { return simt_shuffle(5, "__shfl_down_sync", v, [=](int i) { return i + d < 32 ? i + d : i; }); }
+template <class T> inline T __shfl_up_sync(u32, T v, int d) { return simt_shuffle(8, "__shfl_up_sync", v, [=](int i) { return i >= d ? i - d : i; }); }
+inline bool __all_sync(u32, bool vote) { return __ballot_sync(~0u, vote) == ~0u; }
 inline u32 atomicOr(u32* p, u32 v) { const u32 old = *p; *p |= v; simt::event(); return old; }

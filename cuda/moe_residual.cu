@@ -1,0 +1,467 @@
+// moe_residual.cu - the routed experts of a layer for a few tokens, exact, from residual records and the resident INT4 bank, one launch.
+// Computes   what moe_small.cu computes in BF16, from the same weights, bit for bit
+// Inputs     x, index, weight, num_tokens as moe_small.cu
+//            slot_of   int32 [NUM_EXPERTS]   place of an expert's codes in the bank
+//            pool      the bank: INT4 units and biases (layout.cuh)
+//            record_of int32 [NUM_EXPERTS]   place of an expert's record; an expert with either place -1 is not here
+//            records   slots of record_bytes each, of residual records (docs/format.md)
+//            directory uint8 [slots of records, units * DIRECTORY_BYTES], as residual.cu made it
+// Scratch, output, launch   as moe_codes.cu
+// Needs      HIDDEN % 8 == 0, INTER % 8 == 0, sm_90; below it the kernel traps
+// Moves      distinct experts * (0.52 + 1.15 B a weight + directory); 4 experts of 2048 x 1408: 59 MB, no faster than 13.6 us at 4.37 TB/s
+// Numerics   as moe_small.cu in BF16, with its TEAM and PARTS: the same operands in the same order of sums
+// Reference  moe_small.cu in BF16
+//
+// Warps have roles as in moe_codes.cu. The compute warps form four quads, each with a ring of STAGES stages of 4 neighbouring units, which
+// the producer fills in order: codes, low bytes, directory and nibbles by a bulk copy each. Unit u of a tile belongs to member
+// TEAM - 1 - u % TEAM of its sums (part PARTS - 1 - u % PARTS in phase 2), which is where moe_small.cu adds it. So of 8 members one quad has
+// the even stages of a tile and another the odd ones, and up to 4 members are one quad; each warp has a unit of a stage.
+//   Phase 1, gate and up: tile n of the block goes to quads in turn; a finisher adds the members' sums.
+//   Phase 2, down: entry i of the list goes to quads in turn; the parts are added when the 16 rows are over.
+// The tokens of a warp's next unit are loaded into registers as soon as those of this one leave them.
+// A unit that the directory marks, or whose nibbles find no room in the stage, is rebuilt weight by weight from global memory.
+#define FORM 0         // the bank's
+#define RECORDS 1
+#include "expert_layer.cuh"
+#include "residual.cuh"
+
+#ifndef TEAM
+#define TEAM 8         // members of a tile's sums, and
+#define PARTS 4        // parts of down's: powers of two up to 8, as in moe_small.cu
+#endif
+#ifndef STAGES
+#define STAGES 3       // of a quad
+#endif
+#ifndef NIBBLE_ROOM
+#define NIBBLE_ROOM 2112   // bytes of a stage: for half of its codes zero
+#endif
+#define COMPUTE 16
+#define FINISHERS 2
+#define MOST_CLAIM 4
+#define UNIT_K 128
+#define UNIT_BYTES (CODE_BYTES + 32 * SCALE_SETS)
+#define STAGE_UNITS 4
+#define LOW_AT (STAGE_UNITS * UNIT_BYTES)
+#define DIRECTORY_AT (LOW_AT + STAGE_UNITS * 2048)
+#define NIBBLES_AT (DIRECTORY_AT + STAGE_UNITS * DIRECTORY_BYTES)
+#define STAGE_BYTES (NIBBLES_AT + NIBBLE_ROOM)
+#define UNITS1 ((HIDDEN + UNIT_K - 1) / UNIT_K)
+#define UNITS2 ((INTER + UNIT_K - 1) / UNIT_K)
+#define ALL1 (TILES1 * UNITS1)
+#define ALL (ALL1 + TILES2 * UNITS2)
+#define STAGES1 ((UNITS1 + STAGE_UNITS - 1) / STAGE_UNITS)     // of a tile
+#define STAGES2 ((UNITS2 + STAGE_UNITS - 1) / STAGE_UNITS)
+#define B_REGS 16
+#define QUADS 4
+#define QUADS1 (TEAM > 4 ? 2 : 1)                              // quads of a tile
+#define QUADS2 (PARTS > 4 ? 2 : 1)
+#define GROUPS1 (QUADS / QUADS1)                               // of quads, that take tiles in turn
+#define GROUPS2 (QUADS / QUADS2)
+#define WARPS (COMPUTE + 1 + FINISHERS)
+#define THREADS (WARPS * 32)
+#define LISTERS (THREADS - COMPUTE * 32)
+#define PRODUCER COMPUTE
+#define RED_BUFFERS 2
+
+#define RINGS (QUADS * STAGES)
+#define SUMS (GROUPS1 * RED_BUFFERS)
+#define OFF_CHOICES (RINGS * STAGE_BYTES)                               // uint4 [256]
+#define OFF_RED (OFF_CHOICES + CHOICES_BYTES)                           // f32x4 [GROUPS1][RED_BUFFERS][TEAM][32]
+#define OFF_PART (OFF_RED + SUMS * TEAM * 512)                          // f32 [PARTS][MAX_PAIRS][16]
+#define OFF_BARRIER (OFF_PART + PARTS * MAX_PAIRS * 64)                 // u64: full, empty [QUADS][STAGES]; red full, red empty [GROUPS1][RED_BUFFERS]
+#define NUM_BARRIERS (2 * RINGS + 2 * SUMS)
+#define OFF_NOTE (OFF_BARRIER + NUM_BARRIERS * 8)                       // Note [QUADS][STAGES]
+#define OFF_RED_NOTE (OFF_NOTE + RINGS * 16)                            // int2 [GROUPS1][RED_BUFFERS]: entry (-1: the end), tile
+#define OFF_SOURCE (OFF_RED_NOTE + SUMS * 8)                            // u32 [MAX_ACTIVE][COLUMNS]: where a column's h begins in the buffer
+#define OFF_LISTS (OFF_SOURCE + MAX_ACTIVE * COLUMNS * 4)
+#include "few_tokens.cuh"
+
+static_assert(FORM == INT4 && STAGE_BYTES % 16 == 0 && BLOCK_UNITS % STAGE_UNITS == 0, "a stage lies in one block of a record");
+static_assert(TEAM <= 8 && PARTS <= 8 && TEAM <= UNITS1 && PARTS <= UNITS2 && GROUPS1 % FINISHERS == 0, "members");
+
+__device__ __forceinline__ u32* sources() { return (u32*)(smem + OFF_SOURCE); }
+struct Warp { int warp, lane; };
+
+// What lies in a stage; entry -1: of phase 2
+struct Note {
+  int entry, tile;
+  u32 nibbles;   // where its nibbles begin in the slot, in bytes
+  bool far;      // they are not in the stage
+};
+__device__ __forceinline__ Note read_note(u32 at) {
+  const uint4 v = lds128(at);
+  Note n;
+  n.entry = v.x, n.tile = v.y, n.nibbles = v.z, n.far = v.w;
+  return n;
+}
+
+// v = the sums of N members from `at` on, added as a balanced tree
+template <int N> __device__ __forceinline__ void add_members(u32 at, float* v) {
+  if constexpr (N == 1) {
+    const float4 f = lds_f128(at);
+    v[0] = f.x, v[1] = f.y, v[2] = f.z, v[3] = f.w;
+  } else {
+    float w[4];
+    add_members<N / 2>(at, v);
+    add_members<N / 2>(at + N / 2 * 512, w);
+    add4(v, w);
+  }
+}
+
+// The tokens of a unit for this lane's column, a piece i of 32 k at a time; `k` is this lane's first k of it
+__device__ __forceinline__ void load_x(u32* r, const u16* at, int k, int i) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  if (HIDDEN % UNIT_K == 0 || k + i * 32 < HIDDEN) v = load_read_only(at + k + i * 32);
+  r[4 * i] = v.x, r[4 * i + 1] = v.y, r[4 * i + 2] = v.z, r[4 * i + 3] = v.w;
+}
+__device__ __forceinline__ void load_h(u32* r, const u16* at, int k, int i) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  if (INTER % UNIT_K == 0 || k + i * 32 < INTER) v = load_shared_by_grid(at + k + i * 32);
+  r[4 * i] = v.x, r[4 * i + 1] = v.y, r[4 * i + 2] = v.z, r[4 * i + 3] = v.w;
+}
+// Loads again until all that this lane wants is written: 16 bytes that are not are all ones
+__device__ __forceinline__ void await_h(u32* r, const u16* at, int k) {
+  while (true) {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < 4; i++) all = all && r[4 * i] != 0xffffffffu;
+    if (all) break;
+#pragma unroll
+    for (int i = 0; i < 4; i++) load_h(r, at, k, i);
+  }
+}
+
+// acc += unit k of a stage (16 rows x 128 columns) * tokens; after(i) is called when piece i of b is used for the last time
+template <class AFTER> __device__ __forceinline__ void multiply(const Args& args, u32 stage, int k, const Note& note, int record, u32 table, int lane, u32* b,
+                                                                float* acc, AFTER after) {
+  const u32 codes = stage + k * UNIT_BYTES, low = stage + LOW_AT + k * 2048 + lane * 16, in = stage + DIRECTORY_AT + k * DIRECTORY_BYTES;
+  const uint4 v = lds128(in + 64);
+  const Entry entry = entry_of(v);
+  u32 at = lds16(in + lane * 2);
+  if (by_weight(entry) || note.far) {
+    const u8* global = args.records + record * args.record_bytes + entry.low * 16ull;
+#pragma unroll 1
+    for (int step = 0; step < 8; step++) {
+      const u32 from = low + step / 2 * 512 + step % 2 * 8;
+      const u32 bytes[2] = {lds32(from), lds32(from + 4)};
+      u32 a[4];
+      rebuild_step_by_weight(lds32(codes + int4_byte(lane, step, 0, 0)), bytes, lds32(codes + CODE_BYTES + scale_byte(step * SCALE_SETS / 8, lane / 4, 0)), global, entry,
+                             lane, step, at, a);
+      mma(acc, a[0], a[1], a[2], a[3], b[0], b[1]);
+      const u32 b0 = b[0], b1 = b[1];   // eight turns bring every register back
+#pragma unroll
+      for (int i = 0; i < B_REGS - 2; i++) b[i] = b[i + 2];
+      b[B_REGS - 2] = b0, b[B_REGS - 1] = b1;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) after(i);
+    return;
+  }
+  at = (stage + NIBBLES_AT + (entry.low * 16 + nibble_bytes(entry) - note.nibbles)) * 8 + at * 4;
+  Scales scales;
+  uint4 words;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {   // two steps, 32 k
+    if (i % 2 == 0) words = lds128(codes + i / 2 * 512 + lane * 16);
+    if (i * SCALE_SETS % 4 == 0) scales = scales_of(lds32(codes + CODE_BYTES + scale_byte(i * SCALE_SETS / 4, lane / 4, 0)));
+    const uint4 bytes = lds128(low + i * 512);
+    const u32 first[2] = {bytes.x, bytes.y}, second[2] = {bytes.z, bytes.w};
+    u32 a[4];
+    rebuild_step(i % 2 ? words.z : words.x, first, scales, table, at, a);
+    mma(acc, a[0], a[1], a[2], a[3], b[4 * i], b[4 * i + 1]);
+    rebuild_step(i % 2 ? words.w : words.y, second, scales, table, at, a);
+    mma(acc, a[0], a[1], a[2], a[3], b[4 * i + 2], b[4 * i + 3]);
+    after(i);
+  }
+}
+
+#if __CUDA_ARCH__ >= 900
+// Tiles in the order in which the producer copies them
+struct Job { int entry, tile; bool down; };   // entry -1: there are no more
+
+struct Jobs {
+  const Args& args;
+  int lane, num_active, tiles, claim, end, batch, row_tile, entry;
+  u32 ahead;
+  // The block's first claim, then batches that become smaller towards the end, each asked for when the one before is begun
+  __device__ __forceinline__ Job next() {
+    if (entry < 0) {
+      if (claim >= end && batch) claim = (int)(__shfl_sync(~0u, ahead, 0) & 0x7fffffffu), end = claim + batch, batch = 0;
+      if (claim < min(end, tiles)) {
+        if (batch == 0) {
+          batch = min(MOST_CLAIM, max(1, (tiles - end) / (2 * (int)gridDim.x)));
+          if (lane == 0) ahead = atomic_add_later(args.state, batch, lane);
+        }
+        const int tile = claim++;
+        return {tile / TILES1, tile % TILES1, false};
+      }
+      entry = 0;
+    }
+    if (row_tile >= TILES2 || num_active == 0) return {-1, 0, true};
+    const Job job = {entry, row_tile, true};
+    if (++entry == num_active) entry = 0, row_tile += gridDim.x;
+    return job;
+  }
+};
+
+__device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 shared, u32 parity) {
+  const u32 full = shared + OFF_BARRIER, empty = full + RINGS * 8;
+  const int num_active = count_active();
+  int filled = 0;                 // stages of the quad whose number this lane has
+  // Waits for a quad's next stage, notes what it is, and lets one lane copy
+  auto stage = [&](int quad, const Job& job, u32 nibbles, bool far, auto copies) {
+    const int n = __shfl_sync(~0u, filled, quad), slot = quad * STAGES + n % STAGES;
+    filled += me.lane == quad;
+    barrier_wait(empty + slot * 8, (n / STAGES & 1) ^ 1);   // a new barrier lets the first round pass
+    if (elect_lane()) {
+      sts128(shared + OFF_NOTE + slot * 16, job.down ? -1 : job.entry, job.tile, nibbles, far);
+      copies(shared + slot * STAGE_BYTES, full + slot * 8);
+      barrier_arrive(full + slot * 8);
+    }
+    __syncwarp();
+  };
+  auto copy = [](u32 to, const u8* from, u32 bytes, u32 barrier) {
+    if (bytes == 0) return;
+    barrier_expect_more(barrier, bytes);
+    copy_bulk(to, from, bytes, barrier);
+  };
+  auto directory_of = [&](const Job& job) {   // of the job's first unit
+    const u64 units = (u64)active_records()[job.entry] * ALL + (job.down ? ALL1 + job.tile * UNITS2 : job.tile * UNITS1);
+    return args.directory + units * DIRECTORY_BYTES;
+  };
+  auto entry_from = [&](const Job& job, int first) {   // this lane's unit of the 32 from `first` on
+    const int u = first + me.lane;
+    return job.entry >= 0 && u < (job.down ? UNITS2 : UNITS1) ? load_read_only(directory_of(job) + u * DIRECTORY_BYTES + 64) : make_uint4(0, 0, 0, 0);
+  };
+  int turn = 0;                   // tiles of phase 1 so far
+  auto copy_tile = [&](const Job& job, uint4 words) {
+    const int units = job.down ? UNITS2 : UNITS1, quads = job.down ? QUADS2 : QUADS1;
+    const u8* codes = args.pool + (u64)active_list()[job.entry].x * SLOT_BYTES + (job.down ? DOWN_OFFSET : 0) + (u64)(job.tile * units) * UNIT_BYTES;
+    const u8* record = args.records + active_records()[job.entry] * args.record_bytes;
+    const u8* directory = directory_of(job);
+#pragma unroll 1
+    for (int first = 0; first < units; first += STAGE_UNITS) {
+      if (first % 32 == 0 && first) words = entry_from(job, first);
+      const Entry entry = entry_of(words);
+      const u32 from = entry.low * 16 + nibble_bytes(entry), to = from + nibble_words(entry) * 4;
+      const int count = min(STAGE_UNITS, units - first), lane = first % 32;
+      const u32 low = __shfl_sync(~0u, entry.low, lane);
+      const u32 nibbles = __shfl_sync(~0u, from, lane) & ~15u, bytes = ((__shfl_sync(~0u, to, lane + count - 1) + 15) & ~15u) - nibbles;
+      const bool far = bytes > NIBBLE_ROOM - 16;   // a window reaches 8 bytes beyond
+      const int group = job.down ? job.entry % GROUPS2 : turn % GROUPS1, q = first / STAGE_UNITS;
+      stage(group * quads + q % quads, job, nibbles, far, [&](u32 place, u32 barrier) {
+        copy(place, codes + first * UNIT_BYTES, count * UNIT_BYTES, barrier);
+        copy(place + LOW_AT, record + low * 16ull, count * 2048, barrier);
+        copy(place + DIRECTORY_AT, directory + first * DIRECTORY_BYTES, count * DIRECTORY_BYTES, barrier);
+        copy(place + NIBBLES_AT, record + nibbles, far ? 0 : bytes, barrier);
+      });
+    }
+    turn += !job.down;
+  };
+  const int claim = block_claim() & 0x7fffffffu;
+  Jobs jobs = {args, me.lane, num_active, num_active * TILES1, claim, claim + args.first_claim, 0, (int)blockIdx.x, -1, 0};
+  Job job = jobs.next();
+  uint4 words = entry_from(job, 0);
+  bool over = false;              // phase 1
+#pragma unroll 1
+  while (true) {
+    const Job after = job.entry >= 0 ? jobs.next() : job;
+    const uint4 ahead = entry_from(after, 0);
+    if (job.down && !over) {
+      over = true;
+#pragma unroll 1
+      for (int i = 0; i < QUADS; i++)              // a quad without rows or entries of its own: only that the tiles are over
+        if (blockIdx.x >= TILES2 || i / QUADS2 >= num_active) stage(i, {-1, 0, true}, 0, false, [](u32, u32) {});
+    }
+    if (job.entry < 0) break;
+    copy_tile(job, words);
+    job = after, words = ahead;
+  }
+  // The claim in flight has come back (its value is used). The last block to be here starts the next call's counting
+  if (me.lane == 0 && atomic_add(args.state + 1, 1 + (u32)(jobs.ahead == 0xffffffffu)) == gridDim.x - 1) {
+    args.state[1] = 0;
+    args.state[0] = ~(parity << 31) & 0x80000000u;
+  }
+}
+
+__device__ __forceinline__ void finish(const Args& args, const Warp& me, u32 shared, u32 parity) {
+  const int f = me.warp - PRODUCER - 1;
+  {                               // the other buffer of h is for the next call
+    uint4* other = (uint4*)(args.h + (u64)(parity ^ 1) * MAX_PAIRS * INTER);
+    for (int i = (blockIdx.x * FINISHERS + f) * 32 + me.lane; i < MAX_PAIRS * INTER / 8; i += gridDim.x * FINISHERS * 32) other[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+  }
+  const u32 red_full = shared + OFF_BARRIER + 2 * RINGS * 8, red_empty = red_full + SUMS * 8;
+#pragma unroll 1
+  for (int n = f;; n += FINISHERS) {
+    const int turn = n / GROUPS1, place = n % GROUPS1 * RED_BUFFERS + turn % RED_BUFFERS;
+    barrier_wait(red_full + place * 8, turn / RED_BUFFERS & 1);
+    const int2 note = ((const int2*)(smem + OFF_RED_NOTE))[place];
+    if (note.x < 0) break;
+    float sum[4];
+    add_members<TEAM>(shared + OFF_RED + place * (TEAM * 512) + me.lane * 16, sum);
+    barrier_arrive(red_empty + place * 8);
+    store_h(args, me.lane, note.x, note.y, sum, parity);
+  }
+}
+
+// A quad's way through its ring; stages of a tile or an entry are counted from 0
+struct Ring {
+  u32 full, empty, stages, notes;   // shared addresses
+  int slot, parity, stage;
+  __device__ __forceinline__ void wait() const { barrier_wait(full + slot * 8, parity); }
+  __device__ __forceinline__ void leave() {
+    barrier_arrive(empty + slot * 8);
+    stage++;
+    if (++slot == STAGES) slot = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ void go_to(int n) {   // from a stage that is there
+    while (stage < n) leave(), wait();
+  }
+  __device__ __forceinline__ u32 place() const { return stages + slot * STAGE_BYTES; }
+  __device__ __forceinline__ Note note() const { return read_note(notes + slot * 16); }
+};
+
+__device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 shared) {
+  constexpr int WIDE1 = TEAM < 4 ? TEAM : 4, WIDE2 = PARTS < 4 ? PARTS : 4;   // members of a quad
+  const int quad = me.warp / 4, own = me.warp % 4, column = me.lane / 4, k0 = (me.lane % 4) * 8;
+  const u32 table = shared + OFF_CHOICES;
+  Ring ring;
+  ring.full = shared + OFF_BARRIER + quad * STAGES * 8, ring.empty = ring.full + RINGS * 8;
+  ring.stages = shared + quad * STAGES * STAGE_BYTES, ring.notes = shared + OFF_NOTE + quad * STAGES * 16;
+  ring.slot = ring.parity = 0;
+  barrier_of<THREADS>(3);         // the list is there
+  const u32 parity = block_claim() >> 31;
+  const int num_active = count_active();
+  for (int i = threadIdx.x; i < num_active * COLUMNS; i += COMPUTE * 32) {
+    const u16 pair = active_pairs()[i];
+    sources()[i] = (pair == NO_PAIR ? (u32)active_list()[i / COLUMNS].y : pair) * (INTER * 2);
+  }
+  barrier_of<COMPUTE * 32>(1);
+  u32 b[B_REGS];
+  // ---- phase 1
+  {
+    const int group = quad / QUADS1, half = quad % QUADS1, first = half * 4 + own, member = TEAM - 1 - first;
+    const int stages = (STAGES1 - half + QUADS1 - 1) / QUADS1;
+    const u32 red_full = shared + OFF_BARRIER + (2 * RINGS + group * RED_BUFFERS) * 8, red_empty = red_full + SUMS * 8;
+    const bool works = own < WIDE1;
+    const u16* x = args.x + (u64)(column < args.num_tokens ? column : 0) * HIDDEN;
+    if (!GATHER && works)
+#pragma unroll
+      for (int i = 0; i < 4; i++) load_x(b, x, first * UNIT_K + k0, i);
+    int done = 0;                 // tiles of this group
+    auto hand_over = [&](int entry, int tile, const float* acc) {
+      const int buffer = done % RED_BUFFERS, place = group * RED_BUFFERS + buffer;
+      if (done >= RED_BUFFERS) barrier_wait(red_empty + buffer * 8, (done / RED_BUFFERS - 1) & 1);
+      sts_f128(shared + OFF_RED + place * (TEAM * 512) + member * 512 + me.lane * 16, acc[0], acc[1], acc[2], acc[3]);
+      if (member == 0 && me.lane == 0) ((int2*)(smem + OFF_RED_NOTE))[place] = make_int2(entry, tile);
+      barrier_arrive(red_full + buffer * 8);
+      done++;
+    };
+    float acc[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
+    while (true) {
+      ring.stage = 0;
+      ring.wait();
+      Note note = ring.note();
+      const int entry = note.entry, tile = note.tile;
+      if (entry < 0) break;
+      acc[0] = acc[1] = acc[2] = acc[3] = 0.f;
+      if (GATHER && works) {
+        x = args.x + (u64)(sources()[entry * COLUMNS + column] / (INTER * 2 * TOP_K)) * HIDDEN;
+#pragma unroll
+        for (int i = 0; i < 4; i++) load_x(b, x, first * UNIT_K + k0, i);
+      }
+      if (works)
+#pragma unroll 1
+        for (int u = first; u < UNITS1; u += TEAM) {
+          ring.go_to(u / STAGE_UNITS / QUADS1);
+          const int next = (u + TEAM < UNITS1 ? u + TEAM : first) * UNIT_K + k0;
+          __syncwarp();
+          multiply(args, ring.place(), u % STAGE_UNITS, ring.note(), active_records()[entry], table, me.lane, b, acc, [&](int i) { load_x(b, x, next, i); });
+        }
+      ring.go_to(stages - 1);
+      ring.leave();
+      if (works) hand_over(entry, tile, acc);
+    }
+    if (works) hand_over(-1, 0, acc);   // the finishers end
+  }
+  // ---- phase 2: the first stage is there already
+  const int group = quad / QUADS2, half = quad % QUADS2, stages = (STAGES2 - half + QUADS2 - 1) / QUADS2;
+  const int entries = num_active > group ? (num_active - group - 1) / GROUPS2 + 1 : 0;
+  const bool works = own < WIDE2 && entries > 0;
+  const u8* h = (const u8*)(args.h + (u64)parity * MAX_PAIRS * INTER);
+  auto first_of = [&](int n) { return half * 4 + (WIDE2 == 4 ? (own + n) % 4 : own); };   // the short part goes round the warps
+  auto tokens_of = [&](int n) { return (const u16*)(h + sources()[(group + n * GROUPS2) * COLUMNS + column]); };
+  if (works)
+#pragma unroll
+    for (int i = 0; i < 4; i++) load_h(b, tokens_of(0), first_of(0) * UNIT_K + k0, i);
+#pragma unroll 1
+  for (int rt = blockIdx.x; rt < TILES2; rt += gridDim.x) {
+#pragma unroll 1
+    for (int n = 0; n < entries; n++) {
+      const int entry = group + n * GROUPS2, first = first_of(n);
+      ring.stage = 0;
+      ring.wait();
+      if (works) {
+        float acc[4] = {0.f, 0.f, 0.f, 0.f};
+        const u16* tokens = tokens_of(n);
+        const int after_n = n + 1 < entries ? n + 1 : 0;
+#pragma unroll 1
+        for (int u = first; u < UNITS2; u += PARTS) {
+          ring.go_to(u / STAGE_UNITS / QUADS2);
+          await_h(b, tokens, u * UNIT_K + k0);
+          const bool more = u + PARTS < UNITS2;
+          const u16* from = more ? tokens : tokens_of(after_n);
+          const int next = (more ? u + PARTS : first_of(after_n)) * UNIT_K + k0;
+          __syncwarp();
+          multiply(args, ring.place(), u % STAGE_UNITS, ring.note(), active_records()[entry], table, me.lane, b, acc, [&](int i) { load_h(b, from, next, i); });
+        }
+        const int r = me.lane / 4;
+        const u32 two = *(const u32*)(active_pairs() + entry * COLUMNS + (me.lane % 4) * 2), low = two & 0xffffu, high = two >> 16;
+        float* sums = (float*)(smem + OFF_PART) + (PARTS - 1 - first) * (MAX_PAIRS * 16) + r;
+        if (low != NO_PAIR) sums[low * 16] = acc[0], sums[low * 16 + 8] = acc[2];
+        if (high != NO_PAIR) sums[high * 16] = acc[1], sums[high * 16 + 8] = acc[3];
+      }
+      ring.go_to(stages - 1);
+      ring.leave();
+    }
+    barrier_of<COMPUTE * 32>(1);
+    finish_rows<COMPUTE * 32, 1>(args, rt);
+    barrier_of<COMPUTE * 32>(1);
+  }
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_residual(
+    const u16* __restrict__ x, const int* __restrict__ index, const float* __restrict__ weight, const int* __restrict__ slot_of, const u8* __restrict__ pool,
+    u32* state, u16* h, u16* __restrict__ y, float* pairs, int num_tokens, int resume, int first_claim, const int* __restrict__ record_of,
+    const u8* __restrict__ records, u64 record_bytes, const u8* __restrict__ directory) {
+#if __CUDA_ARCH__ >= 900
+  const Args args = {x, index, weight, slot_of, pool, state, h, y, pairs, num_tokens, resume, first_claim, record_of, records, record_bytes, directory};
+  Warp me;
+  me.warp = threadIdx.x / 32, me.lane = threadIdx.x % 32;
+  const u32 shared = shared_address(smem);
+  for (int e = threadIdx.x; e < NUM_EXPERTS; e += THREADS) masks()[e] = 0;
+  for (int i = threadIdx.x; i < MAX_ACTIVE * COLUMNS; i += THREADS) active_pairs()[i] = NO_PAIR;
+  for (int i = threadIdx.x; i < NUM_BARRIERS; i += THREADS) {
+    const int red = i - 2 * RINGS;   // full; empty; sums there; sums read
+    barrier_init(shared + OFF_BARRIER + i * 8, i < RINGS ? 1 : red < 0 ? 128 : red < SUMS ? TEAM * 32 : 32);
+  }
+  fill_choices<THREADS>(shared + OFF_CHOICES, threadIdx.x);
+  barriers_ready();
+  __syncthreads();
+  wait_for_previous_kernel();
+  if (me.warp < COMPUTE) {
+    compute(args, me, shared);
+    return;
+  }
+  make_list<COMPUTE * 32, LISTERS, 2>(args);
+  barrier_pass<THREADS>(3);
+  let_next_kernel_start();
+  const u32 parity = block_claim() >> 31;
+  if (me.warp == PRODUCER) produce(args, me, shared, parity);
+  else finish(args, me, shared, parity);
+#else
+  asm volatile("trap;");
+#endif
+}

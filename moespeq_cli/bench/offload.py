@@ -1,0 +1,341 @@
+"""Decoding on a GPU with experts that do not fit: ways of using one amount of memory, side by side on a built model."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moespeq_cli.bench.bound import check_reads
+from moespeq_cli.bench.tables import markdown, number, percent
+from runtime.config import RunSettings
+from runtime.decode.sampling import SamplingSettings
+from runtime.engine import Request
+from runtime.errors import InputError
+from runtime.gpu.engine import GpuEngine, Parts, Toolkit
+from runtime.gpu.host_tier import Arena
+from runtime.gpu.plan import make_gpu_plan
+from runtime.memory.clairvoyant import Trace, belady
+from runtime.memory.location import ExpertKey
+from runtime.memory.plan import MemoryPlan
+from runtime.memory.sizes import parse_size
+from runtime.model.families import MoeSpec
+
+PLAIN: dict[str, Any] = {"speculate": False, "prefetch": "none", "eviction": "lru"}
+CLASSIC_WINDOWS = (1, 2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way of decoding.
+
+    Attributes:
+        name: in the tables.
+        changes: of the settings.
+        all_memory: whether the cache has all the memory for experts, or what the draft leaves.
+        graphs: whether passes are recorded.
+    """
+
+    name: str
+    changes: dict[str, Any]
+    all_memory: bool = False
+    graphs: bool = True
+
+
+def modes() -> list[Mode]:
+    """The ways that are compared; of the classic ones the best counts."""
+    classic = [
+        Mode(
+            f"classic, k = {k}",
+            {"prefetch_window": k, "verify_window": k, "governor": "fixed", "eviction": "lru", "fetch_rows": None},
+        )
+        for k in CLASSIC_WINDOWS
+    ]
+    return [
+        Mode("SM: no draft, LRU, all memory", PLAIN, all_memory=True),
+        Mode("SC: no draft, LRU, what a draft leaves", PLAIN),
+        Mode("history: no draft, prefetch of the last row's, all memory", PLAIN | {"prefetch": "history"}, True),
+        *classic,
+        Mode("lookahead", {}),
+    ]
+
+
+ABLATIONS = (
+    Mode("lookahead, no prefetch", {"prefetch": "none"}),
+    Mode("lookahead, LRU", {"eviction": "lru"}),
+    Mode("lookahead, LFU", {"eviction": "lfu"}),
+    Mode("lookahead, priority", {"eviction": "priority"}),
+    Mode("lookahead, no graphs", {}, graphs=False),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a mode did.
+
+    Attributes:
+        figures: for the tables.
+        tokens: of each prompt.
+        rows: experts of every row that the target computed, in order.
+        trace: every demand of the target.
+    """
+
+    figures: dict[str, Any]
+    tokens: list[list[int]]
+    rows: list[list[ExpertKey]]
+    trace: Trace
+
+
+class Sweep:
+    """Runs of one built model.
+
+    Args:
+        parts: the model, with its draft.
+        base: settings that all modes share.
+        prompts: token ids, decoded one after another with one cache.
+        max_new_tokens: of each.
+        repeats: runs of each mode; times are medians.
+        toolkit: makes what computes, with recorded passes or without.
+        device_bytes: memory to plan with; None asks the GPU.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        base: RunSettings,
+        prompts: Sequence[list[int]],
+        max_new_tokens: int,
+        repeats: int,
+        toolkit: Callable[[bool], Toolkit] | None = None,
+        device_bytes: int | None = None,
+    ) -> None:
+        self._parts, self._base, self._prompts = parts, base, prompts
+        self._max_new_tokens, self._repeats = max_new_tokens, repeats
+        self._toolkit = toolkit or (lambda graphs: Toolkit.cuda(base, graphs))
+        self._toolkits = {graphs: self._toolkit(graphs) for graphs in (True, False)}
+        self._device_bytes = device_bytes
+        spec = parts.model.spec
+        assert parts.bank is not None and isinstance(parts.tier, Arena)
+        self._arena = parts.tier
+        self.expert_bytes = spec.num_records * parts.store.max_record_bytes
+        self.draft_bytes = parts.bank.num_bytes
+
+    def plan(self, settings: RunSettings) -> MemoryPlan:
+        """The plan of a run of this model."""
+        return make_gpu_plan(
+            self._parts.model.spec,
+            self._parts.model.config.to_dict(),
+            settings,
+            dense_bytes=self._parts.model.dense_bytes,
+            draft_bytes=self.draft_bytes if settings.speculate else 0,
+            slot_bytes=self._parts.store.max_record_bytes,
+            device_bytes=self._device_bytes,
+        )
+
+    def of_prompt(self, prompt: list[int]) -> Sweep:
+        """The same for the first token of one prompt."""
+        return Sweep(self._parts, self._base, [prompt], 1, 1, self._toolkit, self._device_bytes)
+
+    @property
+    def spec(self) -> MoeSpec:
+        """What the model is."""
+        return self._parts.model.spec
+
+    @property
+    def ids(self) -> tuple[int, int]:
+        """The lowest and the highest id of the prompts."""
+        ids = [token for prompt in self._prompts for token in prompt]
+        return min(ids), max(ids)
+
+    def settings(self, mode: Mode, memory: str) -> RunSettings:
+        """Of a mode that has so much device memory for all that experts take, draft and slots.
+
+        Raises:
+            InputError: it is less than the draft and one slot.
+        """
+        whole = parse_size(memory, self.expert_bytes)
+        cache = whole if mode.all_memory else whole - self.draft_bytes
+        if cache < self._parts.store.max_record_bytes:
+            raise InputError(
+                expected=f"--expert-memory above {self.draft_bytes / self.expert_bytes:.1%}, what the draft takes",
+                found=memory,
+                mend="name more memory",
+            )
+        return dataclasses.replace(self._base, expert_cache_size=str(cache), **mode.changes)
+
+    def run(self, mode: Mode, memory: str) -> Outcome:
+        """Decode all prompts, `repeats` times with a cache that starts empty."""
+        settings, runs = self.settings(mode, memory), []
+        for _ in range(self._repeats):
+            runs.append(self._once(settings, mode.graphs))
+        middle = sorted(runs, key=lambda run: run.figures["ms_per_token"])[len(runs) // 2]
+        times = [run.figures["ms_per_token"] for run in runs]
+        spread = {"ms_per_token": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
+        return dataclasses.replace(middle, figures=middle.figures | {"mode": mode.name, "memory": memory} | spread)
+
+    def _once(self, settings: RunSettings, graphs: bool) -> Outcome:
+        plan, toolkit = self.plan(settings), self._toolkits[graphs]
+        parts = dataclasses.replace(
+            self._parts, tier=self._arena.borrowed(), bank=self._parts.bank if settings.speculate else None
+        )
+        rows: list[list[ExpertKey]] = []
+        toolkit.accelerator.forget_peak()
+        with GpuEngine(parts, settings, plan, toolkit, keep_trace=True) as engine:
+            inner = engine.rows
+
+            def kept(tokens: Sequence[int], position: int) -> Any:
+                scores, routes = inner(tokens, position)
+                rows.extend(routes)
+                return scores, routes
+
+            engine.rows = kept  # type: ignore[method-assign]
+            request = (self._max_new_tokens, frozenset[int](), SamplingSettings())
+            tokens = [list(engine.generate(Request(prompt, *request))) for prompt in self._prompts]
+            report, trace = engine.report(), engine.trace()
+            everything = plan.num_slots >= engine.spec.num_records  # then all of it was read before the first text
+            fewest = 0 if everything else check_reads(trace, plan.num_slots, engine.cache.stats)
+            peak = toolkit.accelerator.peak_bytes() - (0 if settings.speculate else self.draft_bytes)
+        return Outcome(_figures(report, fewest * plan.slot_bytes, peak, plan), tokens, rows, trace)
+
+
+def _figures(report: dict[str, Any], own_bound_bytes: int, peak_bytes: int, plan: MemoryPlan) -> dict[str, Any]:
+    cache, seconds, tokens = report["expert_cache"], report["seconds"], report["new_tokens"]
+    decode_s = seconds["total"] - seconds["prefill"]
+    return {
+        "ms_per_token": report["ms_per_token"],
+        "bytes_per_token": report["bytes_per_token"],
+        "total_bytes_per_token": cache["read_bytes"] / tokens,
+        "own_bound_bytes_per_token": own_bound_bytes / tokens,
+        "hit_rate": cache["hit_rate"],
+        "accepted_per_round": report["accepted_per_round"],
+        "tokens_per_round": report["tokens_per_round"],
+        "acceptance": report["acceptance"],
+        "routing_agreement": report["routing_agreement"],
+        "draft_ms_per_token": 1e3 * seconds["draft"] / tokens,
+        "verify_ms_per_token": 1e3 * seconds["verify"] / tokens,
+        "wait_ms_per_token": 1e3 * seconds["waiting_for_experts"] / tokens,
+        "link_utilisation": report["link_utilisation"],
+        "link_gb_per_s": (report["link_bytes_per_s"] or 0) / 1e9,
+        "prefill_s": seconds["prefill"],
+        "prefill_read_bytes": report["prefill_read_bytes"],
+        "decode_s": decode_s,
+        "new_tokens": tokens,
+        "num_slots": plan.num_slots,
+        "planned_bytes": plan.total_bytes,
+        "peak_bytes": peak_bytes,
+        "expert_cache": cache,
+    }
+
+
+def compare(
+    sweep: Sweep, memories: Sequence[str], ways: Sequence[Mode], done: Callable[[dict[str, Any]], None]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Every way at every amount of memory, and what the routing is like; `done` is told each row as it is measured.
+
+    Raises:
+        RuntimeError: a way gave other tokens than the first one; nothing is reported then.
+    """
+    rows: list[dict[str, Any]] = []
+    reference: Outcome | None = None
+    for memory in memories:
+        for mode in ways:
+            found = sweep.run(mode, memory)
+            reference = reference or found
+            if found.tokens != reference.tokens:
+                raise RuntimeError(f"{mode.name} at {memory} changed the text: nothing is reported")
+            fewest = belady(reference.trace, found.figures["num_slots"])
+            bound = fewest * sweep.expert_bytes / (sweep.spec.num_records * found.figures["new_tokens"])
+            rows.append(found.figures | {"clairvoyant_bytes_per_token": bound})
+            done(rows[-1])
+    assert reference is not None
+    return rows, routing(reference.rows, len(sweep.spec.moe_layers), sweep.spec.num_experts)
+
+
+def routing(rows: Sequence[Sequence[ExpertKey]], num_layers: int, num_experts: int) -> dict[str, float]:
+    """Entropy of the experts' use, as a share of its maximum, and what neighbouring rows share; means of the layers."""
+    entropies = []
+    layers = sorted({layer_id for row in rows for layer_id, _ in row})
+    for layer_id in layers:
+        uses = Counter(key for row in rows for key in row if key[0] == layer_id)
+        total = sum(uses.values())
+        entropies.append(-sum(n / total * math.log(n / total) for n in uses.values()) / math.log(num_experts))
+    shared = [len(set(a) & set(b)) / len(a) for a, b in itertools.pairwise(rows)]
+    return {
+        "rows": len(rows),
+        "entropy": sum(entropies) / num_layers,
+        "neighbours": sum(shared) / len(shared) if shared else 0.0,
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The comparison as Markdown."""
+    head = (
+        "memory", "mode", "ms a token (spread)", "GB a token", "clairvoyant, row by row", "hits", "accepted a round",
+        "draft / verify / waiting, ms a token", "link busy", "link, GB/s", "peak / plan, GB",
+    )  # fmt: skip
+    lines = [
+        (
+            row["memory"],
+            row["mode"],
+            f"{number(row['ms_per_token'])} ({number(row['ms_min'])}-{number(row['ms_max'])})",
+            number(row["bytes_per_token"] / 1e9, 3),
+            number(row["clairvoyant_bytes_per_token"] / 1e9, 3),
+            percent(row["hit_rate"]),
+            "-" if not row["acceptance"] else number(row["accepted_per_round"]),
+            " / ".join(number(row[f"{part}_ms_per_token"]) for part in ("draft", "verify", "wait")),
+            percent(row["link_utilisation"]),
+            number(row["link_gb_per_s"], 1),
+            f"{row['peak_bytes'] / 1e9:.1f} / {row['planned_bytes'] / 1e9:.1f}",
+        )
+        for row in rows
+    ]
+    return markdown(head, lines)
+
+
+def make_prompts(count: int, length: int, first_id: int, last_id: int, seed: int = 0) -> list[list[int]]:
+    """Random ids of the built model's texts."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(first_id, last_id, (count, length), generator=generator).tolist()
+
+
+def first_token(sweep: Sweep, memory: str, length: int) -> dict[str, Any]:
+    """Time to the first token of a prompt, the cache empty; the second of two runs, as the first one compiles.
+
+    `link_ms` is what the bytes read take at the highest rate that the link showed in these runs.
+    """
+    (prompt,) = make_prompts(1, length, *sweep.ids, seed=length)
+    one = sweep.of_prompt(prompt)
+    runs = [one.run(modes()[-1], memory).figures for _ in range(2)]
+    best_rate = max(run["link_gb_per_s"] for run in runs) * 1e9
+    last = runs[-1]
+    read = last["total_bytes_per_token"] * last["new_tokens"]
+    return {
+        "tokens": length,
+        "ms": 1e3 * (last["prefill_s"] + last["decode_s"]),
+        "prefill_ms": 1e3 * last["prefill_s"],
+        "read_bytes": read,
+        "link_ms": 1e3 * read / best_rate if best_rate else None,
+    }
+
+
+def first_token_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The times to the first token as Markdown."""
+    head = ("prompt", "to the first token, ms", "GB read", "bytes over the link alone, ms", "ratio")
+    lines = [
+        (
+            str(row["tokens"]),
+            number(row["ms"], 1),
+            number(row["read_bytes"] / 1e9),
+            number(row["link_ms"], 1),
+            number(row["ms"] / row["link_ms"]) if row["link_ms"] else "n/a",
+        )
+        for row in rows
+    ]
+    return markdown(head, lines)

@@ -1,0 +1,131 @@
+"""A built model where a run on a GPU wants it: dense part and draft on the device, exact experts in host memory."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moespeq_cli.bench.synthetic.architecture import Architecture, Role, TensorSpec
+from moespeq_cli.bench.synthetic.tensors import TensorMaker
+from runtime.gpu.engine import Parts, Toolkit, make_bank
+from runtime.gpu.geometry import expert_shape
+from runtime.gpu.host_tier import Arena, PinnedPool
+from runtime.gpu.model import DeviceModel
+from runtime.kernels.layout import SlotLayout
+from runtime.kernels.reference import quantize
+from runtime.kernels.shape import Activation, WeightForm
+from runtime.memory.location import ExpertKey, name_of
+from runtime.model.families import MoeSpec
+
+DRAFT_FORM = WeightForm("int4", 128)
+_AT_ONCE = 4  # experts that are rounded together: float32 copies of all of a layer would take gigabytes
+
+
+def spec_of(architecture: Architecture) -> MoeSpec:
+    """The facts that the stages share, of a model that has no folder."""
+    return MoeSpec(
+        model_type=architecture.model_type,
+        num_layers=architecture.num_layers,
+        moe_layers=tuple(range(architecture.first_moe_layer, architecture.num_layers)),
+        num_experts=architecture.num_experts,
+        top_k=architecture.top_k,
+        hidden_size=architecture.hidden_size,
+        moe_intermediate_size=architecture.moe_intermediate_size,
+        dtype="BF16",
+        has_bias=False,
+        layout=0,
+    )
+
+
+class MadeRecords:
+    """Sizes and names of records that were never on a disk."""
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.max_record_bytes = slot_bytes
+
+    def record_bytes(self, key: ExpertKey) -> int:
+        """All alike."""
+        return self.max_record_bytes
+
+    def read_into(self, key: ExpertKey, buffer: Any, landed: Callable[[], None] | None = None) -> int:
+        """Nothing is on a disk."""
+        raise NotImplementedError
+
+    def describe(self, key: ExpertKey) -> str:
+        """Layer and expert."""
+        return f"the built model ({name_of(key)})"
+
+
+def build_parts(
+    config: Any, toolkit: Toolkit, context: int, seed: int = 0, advance: Callable[[], None] = lambda: None
+) -> Parts:
+    """Build a model straight into memory.
+
+    Args:
+        config: from `make_config`.
+        toolkit: what will compute; tensors are made on its device.
+        context: tokens of the KV cache.
+        seed: of the weights.
+        advance: called after each layer's experts.
+
+    Raises:
+        PlanError: the host has not the memory for the exact experts.
+    """
+    device = toolkit.accelerator.device
+    maker = TensorMaker(Architecture.of(config), seed, device)
+    spec = spec_of(maker.architecture)
+    shape = expert_shape(spec, Activation.silu)
+    tensors = {tensor.name: tensor for tensor in maker.architecture.tensors()}
+    routed = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if ".experts." in name and tensor.role in (Role.gate, Role.routed_down)
+    }
+    dense = [name for name in tensors if name not in routed]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
+        model = DeviceModel(Path(folder), spec, lambda name: maker.make(tensors[name]), dense, device, context)
+    exact = SlotLayout(shape, WeightForm("bf16"))
+    pool = PinnedPool(spec.num_records, exact.slot_bytes)
+    slots = {key: slot for slot, key in enumerate(spec.expert_keys())}
+
+    def layers() -> Iterator[tuple[SlotLayout, Tensor]]:
+        layout = SlotLayout(shape, DRAFT_FORM)
+        for layer_id in spec.moe_layers:
+            bank = layout.new_pool(spec.num_experts, device)
+            for first in range(0, spec.num_experts, _AT_ONCE):
+                experts = range(first, min(first + _AT_ONCE, spec.num_experts))
+                made = [_expert(maker, routed, layer_id, expert_id) for expert_id in experts]
+                gate_up, down = torch.stack([pair[0] for pair in made]), torch.stack([pair[1] for pair in made])
+                for expert_id, record in zip(experts, exact.pack_bf16(gate_up, down), strict=True):
+                    pool.tensor(slots[layer_id, expert_id]).copy_(record)
+                codes = quantize(gate_up, DRAFT_FORM), quantize(down, DRAFT_FORM)
+                layout.pack_codes(*codes, out=bank[first : first + len(experts)])
+            advance()
+            yield layout, bank
+
+    bank = make_bank(layers(), toolkit)
+    return Parts(
+        model,
+        Activation.silu,
+        bank,
+        MadeRecords(exact.slot_bytes),
+        Arena(pool, slots),
+        f"{spec.model_type}, built",
+        lambda: None,
+    )
+
+
+def _expert(maker: TensorMaker, routed: dict[str, TensorSpec], layer_id: int, expert_id: int) -> tuple[Tensor, Tensor]:
+    """gate_up [2I, H] and down [H, I]; the tensors of an expert come in the order gate, up, down."""
+    prefix = f"model.layers.{layer_id}."
+    block = "mlp" if f"{prefix}mlp.experts.0.gate_proj.weight" in routed else "block_sparse_moe"
+    names = ("gate_proj", "up_proj", "down_proj") if block == "mlp" else ("w1", "w3", "w2")
+    gate, up, down = (maker.make(routed[f"{prefix}{block}.experts.{expert_id}.{name}.weight"]) for name in names)
+    return torch.cat([gate, up]), down

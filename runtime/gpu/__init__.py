@@ -1,0 +1,1 @@
+"""A run on a GPU: exact experts pass through a bounded pool of slots, passes are CUDA graphs."""

@@ -1,0 +1,320 @@
+"""What a run needs of a GPU: a stream, memory that copies reach, marks in the stream, and recorded passes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from runtime.errors import PlanError
+from runtime.kernels.driver import check, driver
+from runtime.memory.transfer import Landing
+
+Bring = Callable[[int], None]
+"""Called before the experts of a layer compute: makes them ready. The argument counts layers with experts from 0."""
+
+Forward = Callable[[Bring], None]
+"""Queues a whole pass; calls what it is given before the experts of each layer, when their routing is queued."""
+
+Run = Callable[[Bring | None], None]
+"""Queues a recorded pass."""
+
+
+_STAGING_BYTES = 4 << 20
+
+
+class Mark(Protocol):
+    """A place in the stream."""
+
+    def wait(self) -> None:
+        """Return when everything queued before it is done."""
+
+
+class Accelerator(Protocol):
+    """Where a run computes. One thread queues its work; copies may come from others.
+
+    Attributes:
+        device: of all tensors.
+    """
+
+    device: torch.device
+    needs_pinned: bool
+    """Whether copies that nobody waits for need pinned memory."""
+    meanwhile: Callable[[], None] | None
+    """Called again and again while the run's thread waits for a mark."""
+
+    def active(self) -> AbstractContextManager[object]:
+        """Everything queued inside goes to the run's stream."""
+
+    def host(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A zeroed tensor in this machine's memory that copies to and from the device may pass by."""
+
+    def seen(self, host: Tensor) -> Tensor:
+        """A tensor from `host` as the device reads it in place: int32 or int64, for the few bytes of `fetch`."""
+
+    def fetch(self, to: Tensor, seen: Tensor) -> None:
+        """Queue that a few bytes of the host come to a tensor of the device.
+
+        By a kernel that reads them, as a copy would stand in line behind the experts on their way.
+        """
+
+    def mark(self) -> Mark:
+        """A mark behind all that is queued by now."""
+
+    def start_copy(self, to: Tensor, source: Tensor, urgent: bool) -> Landing:
+        """Begin what `copy_in` does, from pinned memory; urgent copies do not stand in line behind the others."""
+
+    def copy_in(self, to: Tensor, source: Tensor, pinned: bool) -> None:
+        """Copy bytes from this machine's memory to the device beside whatever it computes; returns when they are there.
+
+        Callable from any thread; each has a stream of its own.
+
+        Args:
+            to: uint8 [n] on the device; nothing queued reads or writes it.
+            source: uint8 [n].
+            pinned: whether the source may be read by the device itself.
+        """
+
+    def forget_peak(self) -> None:
+        """Measure the peak of the device's memory from here on."""
+
+    def peak_bytes(self) -> int:
+        """The most of the device's memory that tensors took since then."""
+
+    def record(self, forward: Forward, cut: bool) -> Run:
+        """Record a pass, to be queued many times with what its tensors then hold.
+
+        Args:
+            forward: queues it; called once here, with nothing computed.
+            cut: whether a run stops before the experts of each layer: it waits for all before them and calls `bring`.
+                Otherwise it is one piece.
+        """
+
+
+class CudaMark:
+    """An event."""
+
+    __slots__ = ("_event", "_meanwhile")
+
+    def __init__(self, stream: torch.cuda.Stream, meanwhile: Callable[[], None] | None) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+        self._meanwhile = meanwhile
+
+    def wait(self) -> None:
+        """See `Mark`."""
+        if self._meanwhile is None:
+            self._event.synchronize()
+            return
+        while not self._event.query():  # type: ignore[no-untyped-call]
+            self._meanwhile()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python's collector still: what it frees of the GPU's, an older graph say, would end a capture."""
+    gc.collect()
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+class _HostMemory:
+    """A pinned tensor under its address, which is the same for the device."""
+
+    def __init__(self, host: Tensor) -> None:
+        assert host.is_pinned() and host.is_contiguous() and host.dtype in (torch.int32, torch.int64)
+        self._host = host
+        self.__cuda_array_interface__ = {
+            "shape": tuple(host.shape),
+            "typestr": f"<i{host.element_size()}",
+            "data": (host.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+class _CopyLanding:
+    """A copy and the event behind it."""
+
+    __slots__ = ("_event", "num_bytes")
+
+    def __init__(self, stream: torch.cuda.Stream, num_bytes: int) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+        self.num_bytes = num_bytes
+
+    def done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class _Lane:
+    """One thread's way to the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._staging: Tensor | None = None
+
+    def copy(self, to: Tensor, source: Tensor, pinned: bool) -> None:
+        if pinned:
+            self._queue(to, source)
+            return
+        if self._staging is None:
+            self._staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+        for first in range(0, len(source), _STAGING_BYTES):
+            part = source[first : first + _STAGING_BYTES]
+            self._staging[: len(part)].copy_(part)
+            self._queue(to[first : first + len(part)], self._staging[: len(part)])
+
+    def _queue(self, to: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+            self._done.record(self._stream)
+        self._done.synchronize()
+
+
+class Cuda:
+    """The current GPU.
+
+    Args:
+        graphs: record passes as CUDA graphs; otherwise every run queues its launches anew.
+    """
+
+    needs_pinned = True
+
+    def __init__(self, graphs: bool = True) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._graphs = graphs
+        self.meanwhile: Callable[[], None] | None = None
+        self._memory = torch.cuda.graph_pool_handle()
+        self._anchor: torch.cuda.CUDAGraph | None = None  # keeps the memory's name alive when all passes are gone
+        self._lanes = threading.local()
+        self._copy_streams = [torch.cuda.Stream(self.device) for _ in range(2)]  # type: ignore[no-untyped-call]
+
+    def active(self) -> AbstractContextManager[object]:
+        """See `Accelerator`."""
+        return torch.cuda.stream(self._stream)
+
+    def host(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See `Accelerator`."""
+        return torch.zeros(*sizes, dtype=dtype, pin_memory=True)
+
+    def seen(self, host: Tensor) -> Tensor:
+        """See `Accelerator`."""
+        return torch.as_tensor(_HostMemory(host), device=self.device)
+
+    def fetch(self, to: Tensor, seen: Tensor) -> None:
+        """See `Accelerator`."""
+        torch.bitwise_or(seen, 0, out=to)
+
+    def mark(self) -> Mark:
+        """See `Accelerator`."""
+        return CudaMark(self._stream, self.meanwhile)
+
+    def forget_peak(self) -> None:
+        """See `Accelerator`."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak_bytes(self) -> int:
+        """See `Accelerator`."""
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def start_copy(self, to: Tensor, source: Tensor, urgent: bool) -> Landing:
+        """See `Accelerator`."""
+        stream = self._copy_streams[urgent]
+        # Not by Tensor.copy_: with the change of stream it takes the host five times as long.
+        result = driver().cuMemcpyHtoDAsync_v2(to.data_ptr(), source.data_ptr(), len(to), stream.cuda_stream)
+        check(result, f"a copy of {len(to)} bytes to the GPU")
+        return _CopyLanding(stream, len(to))
+
+    def copy_in(self, to: Tensor, source: Tensor, pinned: bool) -> None:
+        """See `Accelerator`."""
+        lane = getattr(self._lanes, "lane", None)
+        if lane is None:
+            torch.cuda.set_device(self.device)
+            lane = self._lanes.lane = _Lane(self.device)
+        lane.copy(to, source, pinned)
+
+    def record(self, forward: Forward, cut: bool) -> Run:
+        """See `Accelerator`; graphs of one accelerator share memory, so they run one after another.
+
+        Raises:
+            PlanError: the GPU has no memory left for it.
+        """
+        if not self._graphs:
+            return self._plain(forward, cut)
+        graphs: list[torch.cuda.CUDAGraph] = []
+        places: list[int] = []
+
+        if self._anchor is None:
+            self._anchor = torch.cuda.CUDAGraph()
+            with self.active(), torch.cuda.graph(self._anchor, pool=self._memory, stream=self._stream):
+                torch.zeros(1, device=self.device)
+
+        def begin() -> None:
+            graph = torch.cuda.CUDAGraph()
+            # Other threads copy meanwhile, which a capture of the whole process would forbid.
+            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+            graphs.append(graph)
+
+        def boundary(place: int) -> None:
+            if cut:
+                graphs[-1].capture_end()
+                places.append(place)
+                begin()
+
+        torch.cuda.synchronize(self.device)
+        with self.active(), _no_collection():
+            begin()
+            try:
+                forward(boundary)
+            except torch.cuda.OutOfMemoryError as error:
+                raise PlanError(
+                    expected="memory of the GPU for the passes",
+                    found=str(error).splitlines()[0],
+                    mend="make the expert cache smaller (--expert-cache), or the context (--context)",
+                ) from error
+            finally:
+                graphs[-1].capture_end()
+
+        def run(bring: Bring | None) -> None:
+            for graph, place in zip(graphs, places, strict=False):
+                graph.replay()
+                self.mark().wait()
+                assert bring is not None
+                bring(place)
+            graphs[-1].replay()
+
+        return run
+
+    def _plain(self, forward: Forward, cut: bool) -> Run:
+        return plain(forward, cut, self.mark)
+
+
+def plain(forward: Forward, cut: bool, mark: Callable[[], Mark]) -> Run:
+    """A pass that is queued anew each time."""
+
+    def run(bring: Bring | None) -> None:
+        def stop(place: int) -> None:
+            if cut:
+                mark().wait()
+                assert bring is not None
+                bring(place)
+
+        forward(stop)
+
+    return run

@@ -1,0 +1,111 @@
+"""The draft on the device: a step is one recorded pass that feeds the next, so that steps need no host between them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from runtime.decode.sampling import Chooser, Proposal
+from runtime.gpu.accelerator import Accelerator, Bring, Mark, Run
+from runtime.gpu.bank import ResidentBank
+from runtime.gpu.model import DeviceModel
+from runtime.memory.location import ExpertKey
+
+Route = list[ExpertKey]
+
+
+class DeviceDraft:
+    """Proposes tokens with the INT4 experts, over the target's KV of the prefix.
+
+    Token, position and number of the step lie on the device; a step reads them, logs its proposal and its routing under
+    its number and sets them for the next. Greedy steps are all queued at once and their logs read as they come. Where
+    tokens are drawn, the host draws them between steps.
+
+    Args:
+        accelerator: where it computes.
+        model: the dense part.
+        bank: the INT4 experts.
+        most_steps: of one call.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: DeviceModel, bank: ResidentBank, most_steps: int) -> None:
+        spec, device = model.spec, accelerator.device
+        self._accelerator, self._model, self._bank = accelerator, model, bank
+        self._layers, places = spec.moe_layers, len(spec.moe_layers)
+        self._state_host = accelerator.host((3,), torch.int64)
+        self._state_seen = accelerator.seen(self._state_host)
+        self._state = torch.zeros(3, dtype=torch.int64, device=device)  # token, position, step
+        self._chosen = torch.zeros(places, 1, spec.top_k, dtype=torch.int32, device=device)
+        self._tokens = torch.zeros(most_steps, dtype=torch.int64, device=device)
+        self._routes = torch.zeros(most_steps, places, spec.top_k, dtype=torch.int32, device=device)
+        self._tokens_host = accelerator.host((most_steps,), torch.int64)
+        self._routes_host = accelerator.host((most_steps, places, spec.top_k), torch.int32)
+        self._steps: dict[int, tuple[Run, list[Tensor]]] = {}
+
+    def propose(self, token: int, position: int, count: int, chooser: Chooser) -> Generator[tuple[Proposal, Route]]:
+        """See `Draft.propose`."""
+        if chooser.settings.temperature == 0:
+            marks = self._queue(token, position, count)
+            for step, mark in enumerate(marks):
+                mark.wait()
+                yield Proposal(int(self._tokens_host[step])), self._route(step)
+            return
+        for ahead in range(count):
+            (mark,) = self._queue(token, position + ahead, 1)
+            mark.wait()
+            logits = self._step(self._model.length_for(position + ahead + 1))[1][0]
+            proposal = chooser.draft(logits[0].float().cpu(), position + ahead + 1)
+            yield proposal, self._route(0)
+            token = proposal.token
+
+    def prepare(self, length: int) -> None:
+        """Record the step that looks at so many keys, if it is not."""
+        self._step(length)
+
+    def close(self) -> None:
+        """Give the memory of recorded steps back."""
+        self._steps.clear()
+
+    def compute(self, place: int, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """See `LayerExperts`."""
+        out = torch.empty_like(hidden)
+        chosen = self._chosen[place]
+        chosen.copy_(top_k_index)
+        self._bank.run(place, hidden, chosen, top_k_weights.float(), out)
+        return out
+
+    def _queue(self, token: int, position: int, count: int) -> list[Mark]:
+        """Queue steps and the copies of their logs; a mark behind each."""
+        self._state_host.copy_(torch.tensor([token, position, 0]))
+        marks = []
+        with self._accelerator.active():
+            self._accelerator.fetch(self._state, self._state_seen)
+            for step in range(count):
+                run, _ = self._step(self._model.length_for(position + step + 1))
+                run(None)
+                self._tokens_host[step].copy_(self._tokens[step], non_blocking=True)
+                self._routes_host[step].copy_(self._routes[step], non_blocking=True)
+                marks.append(self._accelerator.mark())
+        return marks
+
+    def _step(self, length: int) -> tuple[Run, list[Tensor]]:
+        """The step that looks at so many keys, recorded when it is first needed, and its logits."""
+        if length not in self._steps:
+            logits: list[Tensor] = []
+
+            def forward(boundary: Bring) -> None:
+                logits[:] = [self._model.rows(self._state[0:1], self._state[1:2], length, self)]
+                top, number = logits[0].argmax(-1), self._state[2:3]
+                self._tokens.index_copy_(0, number, top)
+                self._routes.index_copy_(0, number, self._chosen.transpose(0, 1))
+                self._state[0:1].copy_(top)
+                self._state[1:].add_(1)
+
+            self._steps[length] = self._accelerator.record(forward, cut=False), logits
+        return self._steps[length]
+
+    def _route(self, step: int) -> Route:
+        layers: Sequence[list[int]] = self._routes_host[step].tolist()
+        return [(layer_id, e) for layer_id, experts in zip(self._layers, layers, strict=True) for e in experts]

@@ -1,0 +1,310 @@
+"""A run on a GPU: dense part, KV and draft resident, exact experts in slots that the host's memory fills."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from runtime.artifacts.pack import Pack
+from runtime.config import RunSettings
+from runtime.decode.loop import Draft, Route
+from runtime.decode.sampling import Logits
+from runtime.engine import BaseEngine
+from runtime.gpu.accelerator import Accelerator, Cuda
+from runtime.gpu.bank import ResidentBank, pack_layers
+from runtime.gpu.draft import DeviceDraft
+from runtime.gpu.geometry import expert_shape
+from runtime.gpu.host_tier import Arena, ArenaCopies, HostCache, HostRecords, HostTier
+from runtime.gpu.model import DeviceModel
+from runtime.gpu.slots import DevicePool
+from runtime.gpu.target import ROWS, BlockTarget, RowsTarget
+from runtime.kernels.dispatch import Backend, ExpertKernels
+from runtime.kernels.layout import SlotLayout
+from runtime.kernels.shape import Activation, ExpertShape, WeightForm
+from runtime.memory.cache import ExpertCache
+from runtime.memory.eviction import make_policy
+from runtime.memory.location import ExpertKey
+from runtime.memory.plan import MemoryPlan
+from runtime.memory.store import RecordReader, RecordStore
+from runtime.stats import DecodeStats
+
+BLOCK_TOKENS = 4096
+"""Prompt tokens of one block; the same whatever else is set, so that the KV of a prompt has the same bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Toolkit:
+    """What computes.
+
+    Attributes:
+        accelerator: the device.
+        kernels: makes what computes layers of a layout, from a pool of so many slots, for up to so many tokens.
+    """
+
+    accelerator: Accelerator
+    kernels: Callable[[SlotLayout, int, int], Backend]
+
+    @classmethod
+    def cuda(cls, settings: RunSettings, graphs: bool = True) -> Toolkit:
+        """The current GPU with the kernels of `cuda/`."""
+
+        def kernels(layout: SlotLayout, num_slots: int, max_tokens: int) -> Backend:
+            return ExpertKernels(layout, num_slots, max_tokens, settings.kernel_dispatch, settings.fused_kernel)
+
+        return cls(Cuda(graphs), kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A model, brought to where a run wants it.
+
+    Attributes:
+        model: the dense part, on the device.
+        activation: of the experts.
+        bank: the draft's experts, None without speculation.
+        store: sizes and names of the exact experts' records.
+        tier: has them in this machine's memory.
+        name: for the report.
+        close: lets go of files.
+    """
+
+    model: DeviceModel
+    activation: Activation
+    bank: ResidentBank | None
+    store: RecordReader
+    tier: HostTier
+    name: str
+    close: Callable[[], None]
+
+
+def load_pack(
+    pack: Pack,
+    settings: RunSettings,
+    plan: MemoryPlan,
+    toolkit: Toolkit,
+    done: Callable[[int], None] = lambda num_bytes: None,
+) -> Parts:
+    """Bring a pack's model to the device and its exact experts to this machine's memory.
+
+    Args:
+        pack: of BF16 experts in raw records.
+        settings: of the run.
+        plan: says how many records the host keeps.
+        toolkit: what computes.
+        done: told the bytes of each record read.
+
+    Raises:
+        ArtifactError: a file of the pack is damaged.
+        PlanError: memory that was planned for cannot be had.
+    """
+    pack.check_dense()
+    device, activation = toolkit.accelerator.device, plan_activation(pack)
+    shape = expert_shape(pack.spec, activation)
+    capacity = plan.context_tokens
+    model = DeviceModel(pack.config_folder, pack.spec, pack.read_dense, pack.dense_names(), device, capacity)
+    bank = None
+    if settings.speculate and settings.prefetch_window > 0:
+        bank = make_bank(pack_layers(pack, shape, device, settings.direct_io), toolkit)
+    store = RecordStore(pack.target_locations(), direct=settings.direct_io)
+    try:
+        keys, readers = pack.spec.expert_keys(), max(4, settings.max_parallel_transfers)
+        tier: HostTier
+        if plan.host_slots >= len(keys):
+            tier = Arena.load(store, keys, readers, done)
+        else:
+            tier = HostCache(store, plan.host_slots, readers)
+    except BaseException:
+        store.close()
+        raise
+    return Parts(model, activation, bank, store, tier, str(pack.folder), store.close)
+
+
+def make_bank(layers: Any, toolkit: Toolkit) -> ResidentBank:
+    """The draft's experts from slots on the device."""
+
+    def kernels(layout: SlotLayout) -> Backend:
+        return toolkit.kernels(layout, layout.shape.num_experts, ROWS)
+
+    return ResidentBank(layers, kernels, toolkit.accelerator.device)
+
+
+def plan_activation(pack: Pack) -> Activation:
+    """The activation of a pack's experts, from its configuration alone.
+
+    Raises:
+        InputError: one that the kernels do not compute, or a model that transformers cannot build.
+    """
+    from runtime.gpu.geometry import activation_of
+    from runtime.model import loader
+    from runtime.model.experts import ExpertMath, find_experts
+
+    model = loader.build(pack.config_folder, torch.bfloat16)
+    module = find_experts(loader.decoder_layers(model)[pack.spec.moe_layers[0]])
+    assert module is not None
+    return activation_of(ExpertMath(module))
+
+
+class GpuEngine(BaseEngine):
+    """A run on a GPU; close it, or use it in a `with`.
+
+    Args:
+        parts: the model; the engine closes what it holds.
+        settings: of the run.
+        plan: what goes where.
+        toolkit: what computes.
+        keep_trace: whether to keep every demand of the target.
+
+    Raises:
+        PlanError: the device has not the memory that was planned for.
+    """
+
+    max_rows: ClassVar[int] = ROWS
+    fixed_rows: ClassVar[bool] = True
+
+    def __init__(
+        self, parts: Parts, settings: RunSettings, plan: MemoryPlan, toolkit: Toolkit, keep_trace: bool = False
+    ) -> None:
+        super().__init__(parts.model.spec, settings, plan)
+        started = time.perf_counter()
+        self._parts, self._toolkit = parts, toolkit
+        accelerator, model, spec = toolkit.accelerator, parts.model, parts.model.spec
+        shape = expert_shape(spec, parts.activation)
+        layout = SlotLayout(shape, WeightForm("bf16"))
+        try:
+            self._pool = DevicePool(plan.num_slots, plan.slot_bytes, accelerator.device)
+            kernels = toolkit.kernels(layout, plan.num_slots, min(BLOCK_TOKENS, model.capacity))
+            self._warm_up(kernels, shape)
+            policy = make_policy(settings.eviction, alpha=settings.alpha, beta=settings.beta, gamma=settings.gamma)
+            records = HostRecords(parts.store, parts.tier, accelerator)
+            copies = None
+            if isinstance(parts.tier, Arena) and (parts.tier.pinned or not accelerator.needs_pinned):
+                copies = ArenaCopies(parts.tier, parts.store, accelerator)
+            self.cache = ExpertCache(records, self._pool, policy, settings.max_parallel_transfers, copies)
+            accelerator.meanwhile = None if copies is None else self.cache.poll
+        except BaseException:
+            parts.tier.close()
+            parts.close()
+            raise
+        self.stats = DecodeStats(self.cache.stats)
+        trace = self.stats.trace if keep_trace else None
+        self._rows = RowsTarget(accelerator, model, self.cache, self._pool, kernels, trace)
+        self._blocks = BlockTarget(accelerator, model, self.cache, self._pool, kernels, trace)
+        self._draft = None
+        if parts.bank is not None:
+            self._draft = DeviceDraft(accelerator, model, parts.bank, settings.prefetch_window)
+        self._load_all()
+        self.load_s = time.perf_counter() - started
+
+    def _load_all(self) -> None:
+        """Bring every expert to the device where there are slots for all, so that no pass has to stop for one."""
+        keys = self.spec.expert_keys()
+        if self.plan.num_slots >= len(keys):
+            with self.cache.hold(keys) as hold:
+                hold.wait()
+            self.cache.stats.forget()
+
+    def _warm_up(self, kernels: Backend, shape: ExpertShape) -> None:
+        """Run every kernel once with nothing to do and reserve the KV cache, so that recording only records."""
+        accelerator, parts = self._toolkit.accelerator, self._parts
+        device, idle = accelerator.device, _Idle()
+        absent = torch.full((shape.num_experts,), -1, dtype=torch.int32, device=device)
+        with accelerator.active():
+            pairs = torch.zeros(ROWS, shape.top_k, shape.hidden_size, dtype=torch.float32, device=device)
+            for told in (None, pairs):
+                call = _idle_call(ROWS, shape, device)
+                kernels.run(self._pool.whole, absent, *call, pairs=told, resume=told is not None)
+            if parts.bank is not None:
+                for place in range(len(parts.model.spec.moe_layers)):
+                    parts.bank.run(place, *_idle_call(1, shape, device))
+            for rows in (ROWS, 1):
+                inputs = torch.zeros(rows, dtype=torch.int64, device=device)
+                parts.model.rows(inputs, inputs, parts.model.length_for(1), idle)
+            accelerator.mark().wait()
+
+    @property
+    def model_config(self) -> Any:
+        """The library's configuration object."""
+        return self._parts.model.config
+
+    @property
+    def model_context(self) -> int:
+        """Positions that the model can be run for."""
+        return min(self._parts.model.max_context, self._parts.model.capacity)
+
+    def start(self, capacity: int) -> None:
+        """See `BaseEngine`; the KV cache is reserved already. Passes for every length up to this one are recorded."""
+        length = self._parts.model.length_for(1)
+        while True:
+            self._rows.prepare(length)
+            if self._draft is not None:
+                self._draft.prepare(length)
+            if length >= min(capacity, self._parts.model.capacity):
+                return
+            length = self._parts.model.length_for(length + 1)
+
+    def draft(self) -> Draft | None:
+        """See `BaseEngine`."""
+        return self._draft
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """See `BaseEngine`."""
+        for start in range(0, len(tokens), BLOCK_TOKENS):
+            part = tokens[start : start + BLOCK_TOKENS]
+            self.announce_prompt(len(part))
+            self._blocks.block(part, start)
+
+    def rows(self, tokens: Sequence[int], position: int) -> tuple[Sequence[Logits], list[Route]]:
+        """See `BaseEngine`."""
+        return self._rows.rows(tokens, position)
+
+    def announce(
+        self, upcoming: Sequence[Sequence[ExpertKey]], fetch_rows: int | None = None, *, pass_rows: int = 1
+    ) -> None:
+        """See `BaseEngine`."""
+        self.cache.announce(upcoming, fetch_rows, pass_rows=pass_rows)
+        self._parts.tier.announce(upcoming, pass_rows)
+
+    def report(self) -> dict[str, Any]:
+        """Everything `--stats` writes but the texts."""
+        parts = self._parts
+        return super().report() | {
+            "pack": parts.name,
+            "device": str(self._toolkit.accelerator.device),
+            "measured_bytes": {
+                "dense": parts.model.dense_bytes,
+                "draft": 0 if parts.bank is None else parts.bank.num_bytes,
+                "kv": parts.model.kv.allocated_bytes,
+                "expert_cache": self._pool.whole.numel(),
+            },
+            "host_memory_pinned": parts.tier.pinned,
+        }
+
+    def close(self) -> None:
+        """See `BaseEngine`."""
+        self._toolkit.accelerator.meanwhile = None
+        self.cache.close()
+        self._rows.close()
+        if self._draft is not None:
+            self._draft.close()
+        self._parts.model.let_go()
+        self._parts.tier.close()
+        self._parts.close()
+
+
+class _Idle:
+    """Stands in for the experts while a model is tried out."""
+
+    def compute(self, place: int, hidden: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(hidden)
+
+
+def _idle_call(tokens: int, shape: ExpertShape, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Tokens, chosen experts, weights and room for the result of a call whose result nobody reads."""
+    hidden = torch.zeros(tokens, shape.hidden_size, dtype=torch.bfloat16, device=device)
+    chosen = torch.arange(shape.top_k, dtype=torch.int32, device=device).repeat(tokens, 1)
+    weights = torch.zeros(tokens, shape.top_k, dtype=torch.float32, device=device)
+    return hidden, chosen, weights, torch.empty_like(hidden)

@@ -1,0 +1,193 @@
+"""Exact experts in this machine's memory: all of them in one arena, or as many as fit with the rest on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from runtime.gpu.accelerator import Accelerator
+from runtime.memory.cache import ExpertCache
+from runtime.memory.eviction import make_policy
+from runtime.memory.location import ExpertKey
+from runtime.memory.slots import SlotPool
+from runtime.memory.store import RecordReader, RecordStore
+from runtime.memory.transfer import Landing
+
+_REGISTER_PORTABLE = 1
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+class HostTier(Protocol):
+    """Where records come from before they are copied to the device.
+
+    Attributes:
+        pinned: whether copies read the memory directly; otherwise they pass through a staging buffer.
+    """
+
+    pinned: bool
+
+    def lend(self, key: ExpertKey) -> Any:
+        """A context manager with the record, uint8 [slot_bytes]; it may wait for the disk."""
+
+    def announce(self, upcoming: Sequence[Sequence[ExpertKey]], pass_rows: int) -> None:
+        """Say what the coming rows need, for reads from disk ahead of need."""
+
+    def close(self) -> None:
+        """End its threads and give the memory back."""
+
+
+class PinnedPool(SlotPool):
+    """Slots of a mapping that the GPU's copy engines read, as exactly as many bytes as asked for.
+
+    The pinned allocators of torch and CuPy round up to powers of two; a registered mapping does not.
+
+    Attributes:
+        pinned: whether the driver took it; a limit on locked memory may forbid that.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        super().__init__(num_slots, slot_bytes)
+        self.pinned = False
+        if torch.cuda.is_available():
+            address = self.tensor(0).data_ptr()
+            self.pinned = int(_runtime().cudaHostRegister(address, self.total_bytes, _REGISTER_PORTABLE)) == 0
+
+    def unpin(self) -> None:
+        """Give the pages back to the system's management; copies must have ended."""
+        if self.pinned:
+            _runtime().cudaHostUnregister(self.tensor(0).data_ptr())
+            self.pinned = False
+
+
+class Arena:
+    """Every record of a model in memory."""
+
+    def __init__(self, pool: PinnedPool, slots: Mapping[ExpertKey, int], owned: bool = True) -> None:
+        self._pool, self._slots, self._owned = pool, slots, owned
+        self.pinned = pool.pinned
+
+    def borrowed(self) -> Arena:
+        """The same records, for an engine that another one follows: closing it keeps them."""
+        return Arena(self._pool, self._slots, owned=False)
+
+    @classmethod
+    def load(cls, store: RecordStore, keys: Sequence[ExpertKey], readers: int, done: Callable[[int], None]) -> Arena:
+        """Read all records, checked against their sums.
+
+        Args:
+            store: of the pack.
+            keys: all experts.
+            readers: reads at a time.
+            done: told the bytes of each record.
+
+        Raises:
+            ArtifactError, StorageError: a record cannot be read.
+            PlanError: the machine refuses the memory.
+        """
+        pool = PinnedPool(len(keys), store.max_record_bytes)
+        slots = {key: slot for slot, key in enumerate(keys)}
+        threads = ThreadPoolExecutor(readers, thread_name_prefix="moespeq-load")
+        try:
+            reads = [threads.submit(store.read_into, key, pool.buffer(slot)) for key, slot in slots.items()]
+            for read in reads:
+                done(read.result())
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            pool.unpin()
+            raise
+        threads.shutdown()
+        return cls(pool, slots)
+
+    def record(self, key: ExpertKey) -> Tensor:
+        """A record, uint8 [slot_bytes]."""
+        return self._pool.tensor(self._slots[key])
+
+    @contextmanager
+    def lend(self, key: ExpertKey) -> Iterator[Tensor]:
+        """See `HostTier`."""
+        yield self.record(key)
+
+    def announce(self, upcoming: Sequence[Sequence[ExpertKey]], pass_rows: int) -> None:
+        """Everything is here."""
+
+    def close(self) -> None:
+        """See `HostTier`."""
+        if self._owned:
+            self._pool.unpin()
+
+
+class ArenaCopies:
+    """Copies from an arena to the device's slots, without a thread: the run's own starts them and sees them arrive."""
+
+    def __init__(self, arena: Arena, store: RecordReader, accelerator: Accelerator) -> None:
+        self._arena, self._store, self._accelerator = arena, store, accelerator
+
+    def start(self, key: ExpertKey, buffer: Tensor, urgent: bool) -> Landing:
+        """See `Copies`."""
+        num_bytes = self._store.record_bytes(key)
+        return self._accelerator.start_copy(buffer[:num_bytes], self._arena.record(key)[:num_bytes], urgent)
+
+
+class HostCache:
+    """As many records as memory was given for; what is used soonest stays, the rest is read from disk."""
+
+    def __init__(self, store: RecordReader, num_slots: int, readers: int) -> None:
+        self._pool = PinnedPool(num_slots, store.max_record_bytes)
+        self.pinned = self._pool.pinned
+        self.cache = ExpertCache(store, self._pool, make_policy("lookahead"), readers)
+
+    @contextmanager
+    def lend(self, key: ExpertKey) -> Iterator[Tensor]:
+        """See `HostTier`."""
+        with self.cache.hold([key]) as hold:
+            yield self._pool.tensor(hold.wait()[key])
+
+    def announce(self, upcoming: Sequence[Sequence[ExpertKey]], pass_rows: int) -> None:
+        """See `HostTier`."""
+        self.cache.announce(upcoming, None, pass_rows=pass_rows)
+
+    def close(self) -> None:
+        """See `HostTier`."""
+        self.cache.close()
+        self._pool.unpin()
+
+
+class HostRecords:
+    """The store that fills the device's slots: records of a host tier, copied.
+
+    Args:
+        store: knows sizes and names of records.
+        tier: has them.
+        accelerator: copies them.
+    """
+
+    def __init__(self, store: RecordReader, tier: HostTier, accelerator: Accelerator) -> None:
+        self._store, self._tier, self._accelerator = store, tier, accelerator
+
+    @property
+    def max_record_bytes(self) -> int:
+        """Bytes that a slot must have."""
+        return self._store.max_record_bytes
+
+    def record_bytes(self, key: ExpertKey) -> int:
+        """Bytes that one copy moves."""
+        return self._store.record_bytes(key)
+
+    def read_into(self, key: ExpertKey, buffer: Tensor, landed: Callable[[], None] | None = None) -> int:
+        """Copy a record into a slot of the device; returns when it is there."""
+        num_bytes = self._store.record_bytes(key)
+        with self._tier.lend(key) as record:
+            self._accelerator.copy_in(buffer[:num_bytes], record[:num_bytes], self._tier.pinned)
+        return num_bytes
+
+    def describe(self, key: ExpertKey) -> str:
+        """File, layer and expert, for messages."""
+        return self._store.describe(key)

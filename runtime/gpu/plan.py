@@ -1,0 +1,148 @@
+"""What a run on a GPU takes of its memory and of the host's, before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from runtime.artifacts.pack import Pack
+from runtime.config import RunSettings
+from runtime.errors import InputError, PlanError
+from runtime.gpu.bank import bank_bytes
+from runtime.gpu.engine import BLOCK_TOKENS, plan_activation
+from runtime.gpu.geometry import expert_shape
+from runtime.gpu.target import ROWS
+from runtime.memory.machine import available_memory_bytes
+from runtime.memory.plan import MemoryPlan, make_plan
+from runtime.memory.sizes import format_size, parse_size
+from runtime.model.families import MoeSpec
+from runtime.model.host import context_limit
+from runtime.model.kv import bytes_per_token
+
+_SLOT_SHARE = 0.9  # of what the other parts leave, where no size is asked for
+_HOST_SHARE = 0.8  # of the host's memory, likewise
+_LIBRARY_BYTES = 400_000_000  # libraries' work space, recorded passes, fragments of the allocator; measured on an H200
+
+
+def plan_gpu(
+    pack: Pack, settings: RunSettings, device_bytes: int | None = None, host_bytes: int | None = None
+) -> MemoryPlan:
+    """What goes where.
+
+    Args:
+        pack: an opened pack.
+        settings: of the run.
+        device_bytes, host_bytes: memory to plan with; None asks the machine.
+
+    Raises:
+        PlanError: it does not fit; the message names what would.
+        InputError: a model or a setting that a run on a GPU does not take.
+    """
+    refuse(pack, settings)
+    config = json.loads((pack.config_folder / "config.json").read_text(encoding="utf-8"))
+    drafting = settings.speculate and settings.prefetch_window > 0
+    shape = expert_shape(pack.spec, plan_activation(pack))
+    return make_gpu_plan(
+        pack.spec,
+        config,
+        settings,
+        dense_bytes=2 * sum(math.prod(pack.dense_info(name).shape) for name in pack.dense_names()),
+        draft_bytes=bank_bytes(pack, shape) if drafting else 0,
+        slot_bytes=pack.target_slot_bytes,
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+    )
+
+
+def refuse(pack: Pack, settings: RunSettings) -> None:
+    """Keep away from what a run on a GPU does not compute.
+
+    Raises:
+        InputError: weights that are not BF16, another arithmetic, records that lean on drafts, or kernels of another
+            layout.
+    """
+    checks = (
+        (pack.spec.dtype == "BF16", "experts in BF16", f"{pack.spec.dtype} in {pack.folder}"),
+        (settings.dtype in ("auto", "bfloat16"), "--dtype auto or bfloat16", settings.dtype),
+        (not pack.leans_on_draft, "a pack with raw records", f"residual records in {pack.folder}"),
+        (
+            settings.fused_kernel.experts_per_block <= 1,
+            "a fused_kernel with experts_per_block of 0 or 1, as experts come and go one by one",
+            str(settings.fused_kernel.experts_per_block),
+        ),
+    )
+    for good, expected, found in checks:
+        if not good:
+            raise InputError(
+                expected=f"{expected} for a run on a GPU", found=found, mend="change that, or run with --device cpu"
+            )
+
+
+def make_gpu_plan(
+    spec: MoeSpec,
+    config: dict[str, Any],
+    settings: RunSettings,
+    *,
+    dense_bytes: int,
+    draft_bytes: int,
+    slot_bytes: int,
+    device_bytes: int | None = None,
+    host_bytes: int | None = None,
+) -> MemoryPlan:
+    """The plan of a model that is known by its sizes.
+
+    Raises:
+        PlanError: it does not fit.
+    """
+    context = min(settings.context, context_limit(config))
+    available = torch.cuda.mem_get_info()[0] if device_bytes is None else device_bytes
+    plan = make_plan(
+        dense_bytes=dense_bytes,
+        draft_bytes=draft_bytes,
+        kv_bytes_per_token=bytes_per_token(SimpleNamespace(**config), torch.bfloat16),
+        context_tokens=context,
+        slot_bytes=slot_bytes,
+        num_experts_total=spec.num_records,
+        top_k=spec.top_k,
+        num_moe_layers=len(spec.moe_layers),
+        cache_size=settings.expert_cache_size,
+        max_parallel_transfers=settings.max_parallel_transfers,
+        available_bytes=available,
+        workspace_bytes=workspace_bytes(spec, config, context),
+        default_share=_SLOT_SHARE,
+    )
+    host = available_memory_bytes() if host_bytes is None else host_bytes
+    slots = _host_slots(settings.host_cache_size, spec.num_records, slot_bytes, host)
+    return dataclasses.replace(plan, host_slots=slots, host_available_bytes=host)
+
+
+def workspace_bytes(spec: MoeSpec, config: dict[str, Any], context_tokens: int) -> int:
+    """Device memory beside weights, slots and KV: sorted rows of a prompt's block, activations, logits."""
+    block = min(BLOCK_TOKENS, context_tokens)
+    pairs, hidden = block * spec.top_k, spec.hidden_size
+    sorted_rows = pairs * (2 * hidden + 2 * spec.moe_intermediate_size + 4 * hidden)
+    waves = pairs * 4 * hidden
+    widest = max(int(config.get(name) or 0) for name in ("intermediate_size", "shared_expert_intermediate_size"))
+    activations = 2 * block * (8 * hidden + 3 * widest)
+    logits = ROWS * int(config["vocab_size"]) * 6
+    return sorted_rows + waves + activations + logits + _LIBRARY_BYTES
+
+
+def _host_slots(size: str | None, num_records: int, slot_bytes: int, available_bytes: int) -> int:
+    most = available_bytes // slot_bytes
+    if size is None:
+        slots = min(num_records, int(available_bytes * _HOST_SHARE) // slot_bytes)
+    else:
+        slots = min(num_records, parse_size(size, num_records * slot_bytes) // slot_bytes)
+    if slots < 1 or slots > most:
+        raise PlanError(
+            expected=f"a host cache of {format_size(slot_bytes)} to {format_size(most * slot_bytes)}",
+            found=format_size(slots * slot_bytes),
+            mend="pass another --host-cache, or free memory",
+        )
+    return slots

@@ -1,0 +1,300 @@
+"""The exact model: decoding passes of a fixed number of rows, and blocks of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.decode.sampling import Scores
+from runtime.gpu.accelerator import Accelerator, Bring, Mark, Run
+from runtime.gpu.model import DeviceModel
+from runtime.gpu.slots import DevicePool, SlotTable
+from runtime.kernels.dispatch import Backend
+from runtime.memory.cache import ExpertCache
+from runtime.memory.location import ExpertKey
+from runtime.memory.stream import Hold
+
+ROWS = 8
+"""Rows of every decoding pass, with or without speculation: products of one shape give a row the same bits whatever the
+other rows are. Rows that nobody asked for repeat the first one, and with it its experts."""
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A recorded pass: what it reads and writes, by layer, and its results."""
+
+    run: Run | None = None
+    calls: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # place -> hidden, out
+    logits: Tensor | None = None
+
+
+class RowsTarget:
+    """Decodes up to `ROWS` tokens at a time.
+
+    A pass is cut before the experts of each layer: the host reads what the router chose, waits for the experts that are
+    not in slots, and goes on. While some are on their way, those that are there are computed already. With every expert
+    of the model in a slot there is nothing to wait for, and a pass is one piece.
+
+    Args:
+        accelerator: where it computes.
+        model: the dense part.
+        cache: the exact experts.
+        pool: its slots.
+        kernels: compute layers from the pool.
+        trace: is given every demand, a row's experts of a layer at a time.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: DeviceModel,
+        cache: ExpertCache,
+        pool: DevicePool,
+        kernels: Backend,
+        trace: list[list[ExpertKey]] | None = None,
+    ) -> None:
+        spec, device = model.spec, accelerator.device
+        self._accelerator, self._model, self._cache, self._pool = accelerator, model, cache, pool
+        self._kernels, self._trace = kernels, trace
+        self._layers, places = spec.moe_layers, len(spec.moe_layers)
+        self._inputs_host = accelerator.host((2, ROWS), torch.int64)
+        self._inputs_seen = accelerator.seen(self._inputs_host)
+        self._inputs = torch.zeros(2, ROWS, dtype=torch.int64, device=device)
+        self._chosen_host = accelerator.host((places, ROWS, spec.top_k), torch.int32)
+        self._chosen = torch.zeros(places, ROWS, spec.top_k, dtype=torch.int32, device=device)
+        self._weights = torch.zeros(places, ROWS, spec.top_k, dtype=torch.float32, device=device)
+        self._pairs = torch.zeros(ROWS, spec.top_k, spec.hidden_size, dtype=torch.float32, device=device)
+        self._top_host = accelerator.host((ROWS,), torch.int64)
+        self._table = SlotTable(accelerator, spec.moe_layers, spec.num_experts)
+        self._passes: dict[tuple[int, bool], _Pass] = {}
+        self._boundary: Bring = lambda place: None
+        self._here = _Pass()
+        self._live = 0
+        self._held: Hold | None = None
+        self._whole = False  # whether the table holds every expert
+
+    def rows(self, tokens: Sequence[int], position: int) -> tuple[list[Scores], list[list[ExpertKey]]]:
+        """Logits and experts of 1 to ROWS tokens from a position on; their KV is written.
+
+        Raises:
+            ArtifactError, StorageError: a record cannot be read.
+        """
+        self._live = len(tokens)
+        filled = [*tokens, *[tokens[0]] * (ROWS - len(tokens))]
+        places = [*range(position, position + len(tokens)), *[position] * (ROWS - len(tokens))]
+        self._inputs_host.copy_(torch.tensor([filled, places]))
+        cut = not self._all_here()
+        here = self._pass(self._model.length_for(position + len(tokens)), cut)
+        assert here.run is not None
+        try:
+            with self._accelerator.active():
+                here.run(lambda place: self._bring(place, here))
+                self._accelerator.mark().wait()
+        finally:
+            self._let_go()
+        routes = self._routes()
+        if not cut:
+            self._cache.stats.hits += len({key for row in routes for key in row})
+        self._note(routes)
+        assert here.logits is not None
+        tops, logits = self._top_host.tolist(), here.logits
+        return [Scores(tops[row], _values(logits, row)) for row in range(len(tokens))], routes
+
+    def prepare(self, length: int) -> None:
+        """Record the pass that looks at so many keys, if it is not."""
+        self._pass(length, not self._all_here())
+
+    def close(self) -> None:
+        """Give the memory of recorded passes back."""
+        self._passes.clear()
+        self._here, self._boundary = _Pass(), lambda place: None
+
+    def compute(self, place: int, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """See `LayerExperts`."""
+        out = torch.empty_like(hidden)
+        self._chosen[place].copy_(top_k_index)
+        self._weights[place].copy_(top_k_weights)
+        self._chosen_host[place].copy_(self._chosen[place], non_blocking=True)
+        self._here.calls[place] = hidden, out
+        self._boundary(place)
+        if not self._whole:
+            self._table.upload(place)
+        self._launch(place, hidden, out)
+        return out
+
+    def _launch(self, place: int, hidden: Tensor, out: Tensor) -> None:
+        table = self._table.device[place]
+        self._kernels.run(
+            self._pool.whole,
+            table,
+            hidden,
+            self._chosen[place],
+            self._weights[place],
+            out,
+            pairs=None if self._whole else self._pairs,
+            resume=not self._whole,
+        )
+
+    def _pass(self, length: int, cut: bool) -> _Pass:
+        """The pass that looks at so many keys, recorded when it is first needed."""
+        key = length, cut
+        if key not in self._passes:
+            here = self._passes[key] = _Pass()
+
+            def forward(boundary: Bring) -> None:
+                self._here, self._boundary = here, boundary
+                self._accelerator.fetch(self._inputs, self._inputs_seen)
+                here.logits = self._model.rows(self._inputs[0], self._inputs[1], length, self).float()
+                self._top_host.copy_(here.logits.argmax(-1), non_blocking=True)
+
+            here.run = self._accelerator.record(forward, cut)
+        return self._passes[key]
+
+    def _all_here(self) -> bool:
+        """Whether every expert of the model is in a slot; then the table says so once and for all."""
+        if self._whole:
+            return True
+        keys = self._model.spec.expert_keys()
+        if self._cache.num_resident < len(keys):
+            return False
+        slots = self._cache.resident_slots()
+        with self._accelerator.active():
+            for place, layer_id in enumerate(self._layers):
+                self._table.write(place, {key: slots[key] for key in keys if key[0] == layer_id})
+                self._table.upload(place)
+            self._accelerator.mark().wait()
+        self._whole = True
+        return True
+
+    def _bring(self, place: int, here: _Pass) -> None:
+        """Make the experts of a layer ready; all before it is done."""
+        self._let_go()
+        layer_id = self._layers[place]
+        chosen = self._chosen_host[place, : self._live].flatten().tolist()
+        keys = list(dict.fromkeys((layer_id, expert_id) for expert_id in chosen))
+        *waves, last = _batches(keys, self._pool.num_slots)
+        for wave in waves:  # more experts than slots: parts of them after one another
+            with self._cache.hold(wave) as hold:
+                self._part(place, hold.wait(), here)
+        self._held = self._cache.hold(last)
+        if not self._held.complete and (slots := self._held.here()):
+            self._part(place, slots, here)
+        self._table.write(place, self._held.wait())
+
+    def _part(self, place: int, slots: dict[ExpertKey, int], here: _Pass) -> None:
+        """Compute what is here of a layer, and wait for it; its sums stay in `pairs`."""
+        self._table.write(place, slots)
+        self._table.upload(place)
+        self._launch(place, *here.calls[place])
+        self._accelerator.mark().wait()
+
+    def _let_go(self) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+    def _routes(self) -> list[list[ExpertKey]]:
+        rows: list[list[ExpertKey]] = [[] for _ in range(self._live)]
+        for layer_id, layer in zip(self._layers, self._chosen_host[:, : self._live].tolist(), strict=True):
+            for row, experts in zip(rows, layer, strict=True):
+                row.extend((layer_id, expert_id) for expert_id in experts)
+        return rows
+
+    def _note(self, routes: list[list[ExpertKey]]) -> None:
+        if self._trace is not None:
+            top_k = self._model.spec.top_k
+            for place in range(len(self._layers)):
+                self._trace.extend(row[place * top_k : (place + 1) * top_k] for row in routes)
+
+
+def _batches(keys: list[ExpertKey], size: int) -> list[list[ExpertKey]]:
+    return [keys[first : first + size] for first in range(0, len(keys), size)]
+
+
+def _values(logits: Tensor, row: int) -> Any:
+    return lambda: logits[row].cpu()
+
+
+class BlockTarget:
+    """Writes the KV of prompts, block by block; a layer's experts come in waves and go as soon as they are used.
+
+    Args:
+        accelerator, model, cache, pool, kernels: as for `RowsTarget`.
+        trace: is given every demand; a block's experts of a layer are one.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: DeviceModel,
+        cache: ExpertCache,
+        pool: DevicePool,
+        kernels: Backend,
+        trace: list[list[ExpertKey]] | None = None,
+    ) -> None:
+        self._accelerator, self._model, self._cache, self._pool = accelerator, model, cache, pool
+        self._kernels, self._trace = kernels, trace
+        self._layers = model.spec.moe_layers
+        self._table = SlotTable(accelerator, model.spec.moe_layers, model.spec.num_experts)
+        self._open: list[tuple[Hold, Mark]] = []
+
+    def block(self, tokens: Sequence[int], start: int) -> None:
+        """Write the KV of some tokens from a position on.
+
+        Raises:
+            ArtifactError, StorageError: a record cannot be read.
+        """
+        try:
+            with self._accelerator.active():
+                self._model.block(torch.tensor(list(tokens), device=self._accelerator.device), start, self)
+                self._accelerator.mark().wait()
+        finally:
+            for hold, _ in self._open:
+                hold.close()
+            self._open.clear()
+
+    def compute(self, place: int, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """See `LayerExperts`."""
+        layer_id = self._layers[place]
+        chosen, weights = top_k_index.int().contiguous(), top_k_weights.float().contiguous()
+        keys = [(layer_id, expert_id) for expert_id in torch.unique(chosen).tolist()]
+        if self._trace is not None:
+            self._trace.append(keys)
+        waves = _batches(keys, max(1, self._pool.num_slots // 2))  # while one computes, the next one comes
+        out = torch.empty_like(hidden)
+        pairs = None
+        if len(waves) > 1:
+            pairs = torch.empty(*chosen.shape, hidden.shape[-1], dtype=torch.float32, device=hidden.device)
+        for number, wave in enumerate(waves):
+            self._make_room(len(wave))
+            hold = self._cache.hold(wave)
+            try:
+                self._table.write(place, hold.wait())
+                self._table.upload(place)
+                self._kernels.run(
+                    self._pool.whole,
+                    self._table.device[place],
+                    hidden,
+                    chosen,
+                    weights,
+                    out,
+                    pairs=pairs,
+                    resume=number > 0,
+                )
+            finally:
+                self._open.append((hold, self._accelerator.mark()))
+            if len(waves) > 1:
+                self._accelerator.mark().wait()  # the next wave writes the same row of the table
+        return out
+
+    def _make_room(self, count: int) -> None:
+        """Let go what is computed, all but the newest wave where there are slots for both."""
+        keep = 1 if 2 * count <= self._pool.num_slots else 0
+        while len(self._open) > keep:
+            hold, mark = self._open.pop(0)
+            mark.wait()
+            hold.close()

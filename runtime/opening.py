@@ -1,0 +1,85 @@
+"""A pack to an engine: where it runs, what that takes, and the engine itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+from runtime.artifacts.pack import Pack
+from runtime.config import RunSettings
+from runtime.engine import BaseEngine, Engine
+from runtime.errors import InputError, KernelError
+from runtime.memory.plan import MemoryPlan
+from runtime.run_plan import plan_run
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where a run computes.
+
+    Attributes:
+        name: for people.
+        is_gpu: a GPU, with the kernels of `cuda/`.
+    """
+
+    name: str
+    is_gpu: bool
+
+
+def choose_device(pack: Pack, settings: RunSettings) -> Device:
+    """The device of a run: as asked for, or a GPU where there is one that computes this pack.
+
+    Raises:
+        KernelError: a GPU is asked for, and there is none that will do, or no CuPy.
+        InputError: a GPU is asked for, and it does not compute this pack.
+    """
+    if settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available()):
+        return Device("the processor", False)
+    from runtime.gpu.plan import refuse
+    from runtime.kernels.device import current_gpu
+
+    try:
+        gpu = current_gpu()
+        if find_spec("cupy") is None:
+            raise KernelError(
+                expected="CuPy, which launches the kernels", found="no such package", mend="pip install 'moespeq[cuda]'"
+            )
+        refuse(pack, settings)
+    except (KernelError, InputError):
+        if settings.device == "cuda":
+            raise
+        return Device("the processor", False)
+    return Device(gpu.name, True)
+
+
+def plan_on(device: Device, pack: Pack, settings: RunSettings) -> MemoryPlan:
+    """What goes where.
+
+    Raises:
+        PlanError: it does not fit; the message names what would.
+    """
+    if not device.is_gpu:
+        return plan_run(pack, settings)
+    from runtime.gpu.plan import plan_gpu
+
+    return plan_gpu(pack, settings)
+
+
+def open_engine(
+    device: Device, pack: Pack, settings: RunSettings, plan: MemoryPlan, keep_trace: bool = False
+) -> BaseEngine:
+    """Load everything that stays in memory.
+
+    Raises:
+        ArtifactError: a file of the pack is damaged.
+        InputError: the model cannot be built.
+        PlanError: memory that was planned for cannot be had.
+    """
+    if not device.is_gpu:
+        return Engine(pack, settings, plan, keep_trace)
+    from runtime.gpu.engine import GpuEngine, Toolkit, load_pack
+
+    toolkit = Toolkit.cuda(settings)
+    return GpuEngine(load_pack(pack, settings, plan, toolkit), settings, plan, toolkit, keep_trace)

@@ -1,0 +1,234 @@
+"""The engine for a GPU, with the processor in its place: the same text in every way and in any memory (H12, H13)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runtime.artifacts.pack import Pack
+from runtime.config import RunSettings
+from runtime.decode.sampling import SamplingSettings
+from runtime.engine import Request
+from runtime.errors import ArtifactError, InputError, PlanError
+from runtime.gpu import engine as gpu_engine
+from runtime.gpu.plan import plan_gpu
+from runtime.gpu.target import ROWS
+from tests.decode.conftest import PackOf
+from tests.decode.packs import build, prompt_of
+from tests.gpu.stand_in import TorchKernels, open_gpu
+
+COUNT = 14
+FAMILIES = ["qwen2_moe", "mixtral", "deepseek_v2", "phimoe"]
+
+
+def settings_of(pack: Pack, slots: int | None = None, **changes: Any) -> RunSettings:
+    size = "100%" if slots is None else str(slots * pack.target_slot_bytes)
+    return RunSettings(expert_cache_size=size, context=128, **changes)
+
+
+def generate(
+    pack: Pack,
+    length: int = 20,
+    sampling: SamplingSettings | None = None,
+    made: list[TorchKernels] | None = None,
+    needs_pinned: bool = False,
+    **changes: Any,
+) -> tuple[list[int], dict[str, Any], dict[tuple[int, ...], Tensor]]:
+    """Tokens, the report, and the logits of every row whose whole text is known, by that text."""
+    logits: dict[tuple[int, ...], Tensor] = {}
+    with open_gpu(pack, settings_of(pack, **changes), made=made, needs_pinned=needs_pinned) as engine:
+        text, inner = prompt_of(length), engine.rows
+
+        def rows(tokens: Any, position: int) -> Any:
+            scores, routes = inner(tokens, position)
+            for row, score in enumerate(scores):
+                known = (*text[:position], *tokens[: row + 1])
+                if len(known) == position + row + 1:
+                    logits[known] = score.values().clone()
+            return scores, routes
+
+        engine.rows = rows  # type: ignore[method-assign]
+        tokens = []
+        for token in engine.generate(Request(text, COUNT, frozenset(), sampling or SamplingSettings())):
+            tokens.append(token)
+            text = [*text, token]
+        return tokens, engine.report(), logits
+
+
+@cache
+def alone(pack: Pack, length: int = 20) -> tuple[list[int], dict[str, Any], dict[tuple[int, ...], Tensor]]:
+    return generate(pack, length, speculate=False)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "classic": {"prefetch_window": 5, "verify_window": 4, "governor": "fixed"},
+    "few slots": {"slots": 3},
+    "fewer slots than a row needs": {"slots": 1, "verify_window": 3, "governor": "fixed"},
+    "a pass of all rows": {"slots": 6, "prefetch_window": 12, "verify_window": 11, "governor": "fixed"},
+    "half on disk": {"slots": 4, "host_cache_size": "50%"},
+    "memory that cannot be pinned": {"slots": 4, "needs_pinned": True},
+    "one in host memory": {"slots": 4, "host_cache_size": "12.5%"},
+    "plain, lru": {"slots": 4, "speculate": False, "prefetch": "none", "eviction": "lru"},
+    "history": {"slots": 4, "prefetch": "history", "eviction": "priority"},
+}
+
+
+CASES = [(FAMILIES[0], way) for way in WAYS] + [
+    (kind, way) for kind in FAMILIES[1:] for way in ("whole", "fewer slots than a row needs", "half on disk")
+]
+
+
+@pytest.mark.parametrize(("kind", "way"), CASES)
+def test_same_text_in_every_way(pack_of: PackOf, kind: str, way: str) -> None:
+    pack = pack_of(kind, torch.bfloat16)
+    tokens, report, logits = generate(pack, **WAYS[way])
+    wanted, _, right = alone(pack)
+    assert tokens == wanted
+    known = right.keys() & logits.keys()
+    assert len(known) > COUNT // 2
+    assert all(torch.equal(logits[text], right[text]) for text in known)
+    slots = WAYS[way].get("slots")
+    assert report["plan"]["num_slots"] == (pack.spec.num_records if slots is None else slots)
+
+
+def test_a_prompt_of_one_token_and_one_longer_than_a_block(pack_of: PackOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    assert generate(pack, 1, slots=2)[0] == alone(pack, 1)[0]
+    monkeypatch.setattr(gpu_engine, "BLOCK_TOKENS", 16)
+    whole = generate(pack, 41, speculate=False)[0]
+    assert generate(pack, 41, slots=2)[0] == whole
+
+
+def test_seed_gives_one_text_with_and_without_speculation(pack_of: PackOf) -> None:
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    sampling = SamplingSettings(temperature=0.8, top_p=0.9, seed=7)
+    assert generate(pack, sampling=sampling, slots=5)[0] == generate(pack, sampling=sampling, speculate=False)[0]
+
+
+def test_agrees_with_the_processors_own_engine(pack_of: PackOf) -> None:
+    """Other kernels, other roundings: the logits of the first row are close, not equal."""
+    from tests.decode.packs import decode
+
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    right = decode(pack, prompt_of(20), 1, speculate=False).logits[19]
+    _, _, logits = alone(pack)
+    found = logits[tuple(prompt_of(20))]
+    assert torch.allclose(found, right.float(), atol=0.1, rtol=0.05)
+    assert torch.nn.functional.cosine_similarity(found, right.float(), dim=0) > 0.999
+
+
+def test_rows_that_nobody_asked_for_bring_no_experts(pack_of: PackOf) -> None:
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    made: list[TorchKernels] = []
+    _, report, _ = generate(pack, made=made, slots=6, speculate=False)
+    top_k, layers = pack.spec.top_k, len(pack.spec.moe_layers)
+    passes = [call for call in made[-1].calls[2:] if call[0] == ROWS and call[1] > 0]
+    assert max(experts for _, experts in passes) == top_k
+    cache_stats = report["expert_cache"]
+    assert cache_stats["requests"] >= COUNT * layers * top_k
+
+
+def test_experts_that_are_here_are_computed_while_others_come(pack_of: PackOf) -> None:
+    """A layer of which a part is missing is launched twice, the second time with all of it or what was missing."""
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    made: list[TorchKernels] = []
+    generate(pack, made=made, slots=4, speculate=False, prefetch="none", eviction="lru")
+    assert any(0 < experts < pack.spec.top_k for rows, experts in made[-1].calls if rows == ROWS)
+
+
+def test_a_shard_cut_while_running_ends_the_text_and_leaves_no_thread(tmp_path: Path) -> None:
+    pack = build(tmp_path, "qwen2_moe", torch.bfloat16)
+    before = threading.active_count()
+    with open_gpu(pack, settings_of(pack, 3, speculate=False, host_cache_size="25%")) as engine:
+        tokens = engine.generate(Request(prompt_of(20), COUNT, frozenset(), SamplingSettings()))
+        next(tokens)
+        for shard in pack.folder.glob("target-*.safetensors"):
+            os.truncate(shard, 4096)
+        with pytest.raises(ArtifactError, match=r"target-\d+\.safetensors \(layer"):
+            list(tokens)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("where", ["prompt", "rows"])
+@pytest.mark.parametrize("changes", [{}, {"host_cache_size": "25%"}, {"needs_pinned": True}])
+def test_ctrl_c_leaves_no_thread_and_the_next_text_is_right(
+    pack_of: PackOf, where: str, changes: dict[str, Any]
+) -> None:
+    pack, needs_pinned = pack_of("qwen2_moe", torch.bfloat16), bool(changes.get("needs_pinned"))
+    settings = settings_of(pack, 4, **{name: value for name, value in changes.items() if name != "needs_pinned"})
+    before = threading.active_count()
+    with open_gpu(pack, settings, needs_pinned=needs_pinned) as engine:
+        part: Any = engine._blocks if where == "prompt" else engine._rows
+        compute, calls = part.compute, 0
+
+        def interrupted(*arguments: Any) -> Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise KeyboardInterrupt
+            found: Tensor = compute(*arguments)
+            return found
+
+        part.compute = interrupted
+        request = Request(prompt_of(20), COUNT, frozenset(), SamplingSettings())
+        with pytest.raises(KeyboardInterrupt):
+            list(engine.generate(request))
+        part.compute = compute
+        assert list(engine.generate(request)) == alone(pack)[0]
+    assert threading.active_count() == before
+
+
+def test_a_gpu_without_the_memory_is_refused_with_what_to_do(pack_of: PackOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    empty = torch.empty
+
+    def full(*sizes: Any, **kind: Any) -> Tensor:
+        if kind.get("dtype") is torch.uint8 and len(sizes) == 2:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nGPU 0 has ...")
+        made: Tensor = empty(*sizes, **kind)
+        return made
+
+    before = threading.active_count()
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(PlanError, match="Tried to allocate") as refused:
+        open_gpu(pack, settings_of(pack, 4))
+    assert "--expert-cache" in refused.value.mend and "\n" not in refused.value.found
+    assert threading.active_count() == before
+
+
+def test_plan_refuses_what_a_gpu_does_not_run(pack_of: PackOf) -> None:
+    pack, much = pack_of("qwen2_moe", torch.bfloat16), 8 * 10**9
+    settings = settings_of(pack)
+    needed = plan_gpu(pack, settings, device_bytes=much).total_bytes
+    plan_gpu(pack, settings, device_bytes=needed)
+    with pytest.raises(PlanError, match="expert cache within"):
+        plan_gpu(pack, settings, device_bytes=needed - 1)
+    with pytest.raises(PlanError, match="host cache"):
+        plan_gpu(pack, settings, device_bytes=much, host_bytes=pack.target_slot_bytes - 1)
+    with pytest.raises(InputError, match="bfloat16"):
+        plan_gpu(pack, settings_of(pack, dtype="float32"), device_bytes=much)
+    with pytest.raises(InputError, match="BF16"):
+        plan_gpu(pack_of("qwen2_moe", torch.float32), settings, device_bytes=much)
+
+
+def test_plan_says_what_lies_where(pack_of: PackOf) -> None:
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    settings = settings_of(pack, 3, host_cache_size="50%")
+    with open_gpu(pack, settings) as engine:
+        plan, found = engine.plan, engine.report()["measured_bytes"]
+    assert plan.host_slots == pack.spec.num_records // 2
+    assert found == {
+        "dense": plan.dense_bytes,
+        "draft": plan.draft_bytes,
+        "kv": plan.kv_bytes,
+        "expert_cache": plan.cache_bytes,
+    }
+    assert any("host memory" in name for name, _ in plan.lines())

@@ -1,0 +1,103 @@
+"""The kernel for few tokens of residual records on the host: the bits of the BF16 kernel, under any schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moespeq_cli.bench.kernel_residual import ExactExperts
+from runtime.kernels import fused_plan, residual_plan
+from runtime.kernels.dequant import plain_layout
+from runtime.kernels.fused_config import FusedConfig
+from runtime.kernels.shape import Activation, ExpertShape, WeightForm
+from tests.kernels import emulated
+from tests.kernels.emulated import pointer
+from tests.kernels.emulated_residual import Machine
+from tests.kernels.host import cxx
+from tests.kernels.residual_cases import with_exceptions
+
+SMEM_BYTES = 232448  # of a block of an H200
+SHAPE = ExpertShape(3, 3, 1032, 392, Activation.clamped, True)  # two quads for a tile, 4 parts of down, 1 unit too many
+FORM, TOKENS = WeightForm("int4", -1), 16
+
+
+class Both:
+    """A layer for the BF16 kernel and as residual records, expert e's record in a slot of its own order."""
+
+    def __init__(self, folder: Path) -> None:
+        config, tokens = FusedConfig(), TOKENS
+        self.shape = SHAPE
+        experts = with_exceptions(ExactExperts.random(SHAPE, FORM, SHAPE.num_experts, seed=2), 1e-4, seed=4)
+        plain = plain_layout(experts.layout)
+        chosen = fused_plan.plan(plain, tokens, config, SMEM_BYTES)
+        self.plain = emulated.build(plain, dict(chosen.source.defines), folder)
+        chosen = residual_plan.plan(experts.layout, tokens, config, SMEM_BYTES)
+        defines = dict(chosen.source.defines)
+        self.kernel = emulated.build(experts.layout, defines, folder, source="moe_residual.cu")
+        assert self.kernel.library.shared_bytes() == chosen.smem_bytes
+        self.exact, self.machine = experts.exact(), Machine(experts, folder)
+        records = experts.records()
+        self.slots = experts.slots(records)
+        self.directory, faults = self.machine.admit(self.slots, [len(record) for record in records])
+        assert not faults.any()
+        self.own = torch.arange(SHAPE.num_experts, dtype=torch.int32)
+
+    def batch(self, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """x [1, M, H], top_k_index and top_k_weights [1, M, k]."""
+        random = torch.Generator().manual_seed(seed)
+        x = torch.randn(1, tokens, self.shape.hidden_size, generator=random).bfloat16()
+        chosen = torch.rand(tokens, self.shape.num_experts, generator=random).topk(self.shape.top_k)
+        return x, chosen.indices[None].int(), torch.rand(1, tokens, self.shape.top_k, generator=random)
+
+    def run(
+        self, *batch: Tensor, record_of: Tensor | None = None, bank_of: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        self.record_of = self.own if record_of is None else record_of  # the library keeps its address
+        addresses = [pointer(tensor) for tensor in (self.record_of, self.slots)]
+        size = emulated.ctypes.c_ulonglong(self.slots.shape[1])
+        self.kernel.library.set_records(*addresses, size, pointer(self.directory))
+        return self.kernel.run(self.machine.bank, self.own if bank_of is None else bank_of, *batch, **options)
+
+    def run_plain(self, *batch: Tensor, **options: Any) -> Tensor:
+        return self.plain.run(self.exact, self.own, *batch, **options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cxx()
+    own = tmp_path_factory.getbasetemp()
+    shared = (own.parent if own.name.startswith("popen-") else own) / "emulated"
+    shared.mkdir(exist_ok=True)
+    return shared
+
+
+@pytest.fixture(scope="module")
+def both(folder: Path) -> Both:
+    return Both(folder)
+
+
+def test_has_the_bits_of_bf16_under_any_schedule(both: Both) -> None:
+    batch = both.batch(9)
+    right = both.run_plain(*batch)
+    assert right.isfinite().all()
+    for seed, copies, grid, resident in ((1, emulated.RANDOM, 3, 1), (2, emulated.LATE, 2, 2)):
+        assert torch.equal(both.run(*batch, seed=seed, copies=copies, grid=grid, resident=resident), right)
+
+
+def test_passes_end_with_the_bits_of_one_call(both: Both) -> None:
+    """An expert is not here where either its record or its codes are not."""
+    batch = both.batch(2, seed=1)
+    right = both.run_plain(*batch)
+    pairs = torch.full((2, both.shape.top_k, both.shape.hidden_size), torch.nan)
+    state = torch.zeros(1, 2, dtype=torch.int32)
+    inner = both.shape.moe_intermediate_size
+    scratch = {"state": state, "h": torch.full((1, 2, both.kernel.max_pairs, inner), -1, dtype=torch.int16)}
+    even = both.own % 2 == 0
+    both.run(*batch, record_of=torch.where(even, both.own, -1).int(), pairs=pairs, **scratch)
+    odd = torch.where(even, -1, both.own).int()
+    assert torch.equal(both.run(*batch, bank_of=odd, pairs=pairs, resume=True, **scratch), right)
+    assert int(state[0, 0]) == 0  # two calls in the same scratch: nothing is left claimed
