@@ -185,6 +185,45 @@ def quality(
 
 
 @bench.command()
+def sensitive(
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="Folder that profile made", show_default="profile in --artifacts")
+    ] = None,
+    artifacts: Artifacts = DEFAULT_ARTIFACTS,
+    samples: Annotated[int, typer.Option("--samples", min=3, help="Held-out texts to compare on")] = 600,
+    output: Output = None,
+) -> None:
+    """What finer layers buy: shares of the layers by sensitivity, at 8 and 4 bits, on the embedded model"""
+    import tempfile
+
+    from moespeq_cli.bench import sensitive as measure
+    from moespeq_cli.options import model_folder
+    from moespeq_cli.profile.texts import HELD_OUT, read_domains
+    from moespeq_cli.quantize.sensitive import choose_layers
+    from runtime.artifacts.checkpoint import Checkpoint
+    from runtime.model.families import describe
+    from runtime.model.stream import LayerStream
+    from runtime.model.tokenizer import load_tokenizer
+
+    checkpoint = Checkpoint.open(model_folder(None))
+    spec = describe(checkpoint)
+    choice = choose_layers(profile or artifacts / "profile", 1.0, checkpoint.digest)
+    ranking = [layer for layer, _ in choice.ranking]
+    vocab_size = int(checkpoint.config["vocab_size"])
+    _, texts = read_domains([HELD_OUT], load_tokenizer(checkpoint.folder), samples, 512, vocab_size)
+    _require_file(output)
+    with tempfile.TemporaryDirectory() as folder:
+        forms = measure.quantize_forms(model_folder(None), Path(folder), spec.moe_layers, console.note)
+        with console.progress("layers", spec.num_layers) as bar:
+            run = measure.MixtureRun(LayerStream(checkpoint, spec), texts, forms)
+            rows = run.measure(measure.mixtures(ranking), bar.advance)
+    tokens = sum(len(text.input_ids) for text in texts)
+    result = {"ranking": [list(pair) for pair in choice.ranking], "domains": run.names, "tokens": tokens, "rows": rows}
+    _finish(output, result)
+    print(measure.table(result))
+
+
+@bench.command()
 def records(
     pack: Packs = None,
     artifacts: Artifacts = DEFAULT_ARTIFACTS,
@@ -339,7 +378,7 @@ def _settings(threads: int, verify_window: int | None = None) -> Any:
     from runtime.config import make_settings
 
     fixed = {} if verify_window is None else {"governor": "fixed", "verify_window": verify_window}
-    return make_settings(None, {"threads": threads, "context": 512} | fixed)
+    return make_settings(None, {"threads": threads, "context": 512, "warm": False} | fixed)  # caches start empty
 
 
 def _numbers(option: str, text: str) -> list[int]:

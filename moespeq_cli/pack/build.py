@@ -19,6 +19,7 @@ from moespeq_cli.pack.report import make_report
 from moespeq_cli.pack.shards import ShardWriter
 from moespeq_cli.pack.tally import TargetTally
 from runtime.artifacts.folder import check_free_space, claim_output, refuse_strangers, write_guard
+from runtime.artifacts.heat import HEAT, save_heat
 from runtime.artifacts.manifest import (
     PROGRESS,
     FileEntry,
@@ -44,7 +45,7 @@ from runtime.memory.location import ExpertKey
 
 REPORT = "report.json"
 OWN_NAMES = re.compile(  # of what a pack's folder holds, finished or not
-    r"\.lock|model|dense\.safetensors|(target|draft)-\d{4,}\.safetensors|(manifest|progress|records|report)\.json(\.part)?"
+    r"\.lock|model|dense\.safetensors|(target|draft)-\d{4,}\.safetensors|(manifest|progress|records|report|heat)\.json(\.part)?"
 )
 
 _JOURNAL_VERSION = 2  # steps of layers hold a tally
@@ -120,6 +121,9 @@ def build_pack(plan: PackPlan, force: bool = False, advance: Advance = lambda: N
                 files[shard_name(side, shard)] = _finish_shard(plan, journal, side, shard, records[side])
         save_index(folder / RECORDS, records)
         files[RECORDS] = FileEntry.of(folder / RECORDS)
+        if plan.routing is not None:
+            save_heat(folder / HEAT, plan.routing.heat, plan.spec.moe_layers, plan.spec.num_experts)
+            files[HEAT] = FileEntry.of(folder / HEAT)
         seconds = sum(float(step["seconds"]) for step in journal.done.values())
         tallies = {
             layer: TargetTally.from_json(journal.done[f"layer {layer}"]["tally"]) for layer in plan.spec.moe_layers

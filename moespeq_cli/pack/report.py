@@ -8,6 +8,7 @@ from moespeq_cli.pack.plan import PackPlan
 from moespeq_cli.pack.striping import shared_reads, stripe
 from moespeq_cli.pack.tally import MATRICES, TargetTally
 from runtime.artifacts.encodings import RAW
+from runtime.artifacts.heat import hot_half
 from runtime.artifacts.manifest import FileEntry
 from runtime.artifacts.record import RecordLayout
 from runtime.artifacts.record_index import RecordEntry
@@ -23,6 +24,7 @@ def make_report(
 ) -> dict[str, Any]:
     """The report as it is saved; nothing reads it but people, and its time differs between runs.
 
+    `hot_experts` is the fewest experts that served half of all uses on the profile's texts.
     A record's bits a weight count its padding; a projection's count what is its own alone: codes, scales and zeros,
     weights, or the blocks of residual records. `raw_reasons` says why records of a residual pack are raw.
     """
@@ -43,6 +45,7 @@ def make_report(
         "draft_bits_per_weight": _record_bits(plan, records["draft"]),
         **_tally(all_layers),
         "striping": _striping(plan),
+        "hot_experts": None if plan.routing is None else len(hot_half(plan.routing.heat)),
         "layers": layers,
         "bytes_by_file": {name: entry.size_bytes for name, entry in sorted(files.items())},
         "total_bytes": sum(entry.size_bytes for entry in files.values()),

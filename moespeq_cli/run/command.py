@@ -92,6 +92,15 @@ def run(
             "--eviction", help="lookahead, lru, lfu or priority", show_default="lookahead", rich_help_panel=_SETTINGS
         ),
     ] = None,
+    warm: Annotated[
+        bool | None,
+        typer.Option(
+            "--warm/--no-warm",
+            help="Begin by reading the experts that the pack's profile used most",
+            show_default="True",
+            rich_help_panel=_SETTINGS,
+        ),
+    ] = None,
     expert_cache: Annotated[
         str | None,
         typer.Option(
@@ -200,6 +209,7 @@ def run(
         "speculate": False if no_speculate else None,
         "prefetch": prefetch,
         "eviction": eviction,
+        "warm": warm,
         "expert_cache_size": expert_cache,
         "max_parallel_transfers": max_parallel_transfers,
         "context": context,

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from runtime.artifacts.encodings import ENCODINGS, RAW
+from runtime.artifacts.heat import HEAT, Heat, load_heat
 from runtime.artifacts.manifest import FileEntry, check_files, load_manifest
 from runtime.artifacts.record import ALIGN_BYTES, DRAFT_LAYOUT, DraftFormat, DraftRecord, RecordLayout, target_layout
 from runtime.artifacts.record_index import MEND, SIDES, IndexRules, RecordEntry, load_index
@@ -50,7 +51,11 @@ def shard_name(side: str, shard: int) -> str:
 
 
 class Pack:
-    """A finished pack: locations and layouts of its records, and its dense tensors."""
+    """A finished pack: locations and layouts of its records, and its dense tensors.
+
+    Attributes:
+        heat: by key, the share of a profile's tokens that used the expert; None where the pack was made without one.
+    """
 
     def __init__(self, folder: Path, manifest: PackManifest, records: dict[str, list[RecordEntry]]) -> None:
         self.folder = folder
@@ -58,6 +63,10 @@ class Pack:
         self.records = {side: {entry.key: entry for entry in entries} for side, entries in records.items()}
         self._keys = manifest.spec.expert_keys()
         self._dense = read_pack_header(folder / DENSE)
+        spec = manifest.spec
+        self.heat: Heat | None = None
+        if HEAT in manifest.files:
+            self.heat = load_heat(folder / HEAT, spec.moe_layers, spec.num_experts)
 
     @classmethod
     def open(cls, folder: str | Path, verify: bool = False) -> Pack:
