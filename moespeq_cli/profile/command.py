@@ -70,10 +70,12 @@ def profile(
     from moespeq_cli.quantize.calibrate import choose_seq_len
     from runtime.artifacts.checkpoint import Checkpoint
     from runtime.model.families import describe
+    from runtime.model.loader import require_supported
     from runtime.model.tokenizer import load_tokenizer
 
     checkpoint = Checkpoint.open(options.model_folder(model))
     spec = describe(checkpoint)
+    require_supported(checkpoint.folder, spec)
     length = choose_seq_len(seq_len, checkpoint.config.get("max_position_embeddings"))
     source, sequences = read_domains(
         data or [], load_tokenizer(checkpoint.folder), samples, length, int(checkpoint.config["vocab_size"])

@@ -31,6 +31,7 @@ from runtime.artifacts.manifest import (
 from runtime.artifacts.quantized import Calibration, QuantizedManifest
 from runtime.errors import ArtifactError, InputError
 from runtime.model.families import MoeSpec, describe
+from runtime.model.loader import require_supported
 from runtime.model.stream import LayerStream
 from runtime.model.tokenizer import load_tokenizer
 
@@ -93,6 +94,7 @@ def prepare(options: QuantizeOptions) -> Work:
     if options.out.resolve() == checkpoint.folder.resolve():
         raise InputError(expected="--out apart from the model", found=str(options.out), mend="choose another --out")
     spec = describe(checkpoint)
+    require_supported(checkpoint.folder, spec)
     device = pick_device(options.device)
     if options.method == "gptq":
         make_solver(options.solver)

@@ -14,23 +14,45 @@ from torch import Tensor, nn
 from runtime.errors import InputError
 from runtime.model import experts
 from runtime.model.families import MoeSpec, memory_name
+from runtime.model.support import check_model
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
-def build(config_folder: Path, dtype: torch.dtype) -> Any:
+def build(config_folder: Path, dtype: torch.dtype, spec: MoeSpec) -> Any:
     """A causal language model of the library on the meta device, its routed experts without parameters.
 
     Args:
         config_folder: holds config.json.
         dtype: of the arithmetic; parameters that the library keeps in float32 stay so.
+        spec: what the checkpoint holds.
 
     Returns:
         The model, in evaluation mode. Buffers that no checkpoint stores (rotary frequencies) are real.
 
     Raises:
-        InputError: transformers does not know the family, or its experts are not the fused kind.
+        InputError: transformers does not know the family, or it is not one that the stages can run.
     """
+    model = _on_meta(config_folder, dtype)
+    check_model(model, spec)
+    _restore_buffers(model)
+    for layer in decoder_layers(model):
+        module = experts.find_experts(layer)
+        if module is not None:
+            experts.empty(module)
+    return model.eval()
+
+
+def require_supported(config_folder: Path, spec: MoeSpec) -> None:
+    """Refuse, before any work, a model that `build` would refuse; takes no memory for weights.
+
+    Raises:
+        InputError: as `build`.
+    """
+    check_model(_on_meta(config_folder, torch.float32), spec)
+
+
+def _on_meta(config_folder: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     experts.register()
@@ -39,19 +61,13 @@ def build(config_folder: Path, dtype: torch.dtype) -> Any:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=experts.IMPLEMENTATION)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=experts.IMPLEMENTATION)
     except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise InputError(
             expected=f"a model that this transformers can build from {config_folder / 'config.json'}",
             found=f"{type(error).__name__}: {str(error)[:300]}",
             mend="check config.json, or upgrade transformers for a newer family",
         ) from error
-    _restore_buffers(model)
-    for layer in decoder_layers(model):
-        module = experts.find_experts(layer)
-        if module is not None:
-            experts.empty(module)
-    return model.eval()
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:

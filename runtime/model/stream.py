@@ -156,7 +156,7 @@ class LayerStream:
         self.dtype = dtype
         set_threads(0, spec.expert_parameters * dtype.itemsize)
         self._names = dense_names(checkpoint, spec)
-        self._model = loader.build(checkpoint.folder, dtype)
+        self._model = loader.build(checkpoint.folder, dtype, spec)
         self._layers = loader.decoder_layers(self._model)
         self._arguments: list[list[dict[str, Any]]] = []
         for prefix in ("model.embed_tokens", "model.norm", "lm_head"):
