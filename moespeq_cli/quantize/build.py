@@ -134,7 +134,7 @@ def quantize(
         return _already_there(work, say)
     done_bytes = sum(path.stat().st_size for path in out.glob("model-*.safetensors"))
     check_free_space(out, work.plan.disk_bytes - done_bytes, "the quantized model")
-    with claim_output(out, force=options.force):
+    with claim_output(out, force=options.force), write_guard("the quantized model", out):
         journal = Journal(out, work.settings)
         _check_done(out, journal)
         shards = files.Shards.plan(work.checkpoint, work.spec)
@@ -218,7 +218,7 @@ def _quantize_layers(
     if first:
         say(f"going on at layer {first} of {last}")
     quantizer = LayerQuantizer(make_solver(options.solver) if options.method == "gptq" else None, work.device)
-    stream = LayerStream(work.checkpoint, spec, torch.float32)
+    stream = LayerStream(work.checkpoint, spec, torch.float32, head=False)
     hidden = stream.embed(work.sequences.ids)
     if first:
         hidden = files.load_hidden(work.out, first)
@@ -228,6 +228,7 @@ def _quantize_layers(
             continue
         log = TokenLog(spec.num_experts)
         hidden = layer.forward(hidden, log)
+        layer.forget_copies()
 
         def keep_states(after: int = layer_id + 1, states: list[torch.Tensor] = hidden) -> None:
             if after <= last:

@@ -175,14 +175,20 @@ class Quantized:
 
     def read_layer(self, layer_id: int, dtype: torch.dtype) -> LayerExperts:
         """The dequantised experts of a layer, stacked as `families.read_layer` stacks the source's."""
-        stacks: dict[str, list[Tensor]] = {}
+        stacks: dict[str, Tensor] = {}
+
+        def put(name: str, expert_id: int, tensor: Tensor) -> None:
+            if name not in stacks:
+                stacks[name] = tensor.new_empty(self.manifest.num_experts, *tensor.shape)
+            stacks[name][expert_id] = tensor
+
         for expert_id in range(self.manifest.num_experts):
             for projection in PROJECTIONS:
                 linear = self.linear(layer_id, expert_id, projection)
-                stacks.setdefault(projection, []).append(linear.dequantized(dtype))
+                put(projection, expert_id, linear.dequantized(dtype))
                 if linear.bias is not None:
-                    stacks.setdefault(BIASES[projection], []).append(linear.bias)
-        return LayerExperts(**{name: torch.stack(tensors) for name, tensors in stacks.items()})
+                    put(BIASES[projection], expert_id, linear.bias)
+        return LayerExperts(**stacks)
 
     def _shape(self, projection: str) -> tuple[int, int]:
         hidden, inner = self.manifest.hidden_size, self.manifest.moe_intermediate_size

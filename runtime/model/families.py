@@ -340,9 +340,14 @@ def read_expert(checkpoint: Checkpoint, spec: MoeSpec, layer_id: int, expert_id:
 
 
 def read_layer(checkpoint: Checkpoint, spec: MoeSpec, layer_id: int) -> LayerExperts:
-    """All experts of a layer in canonical form, stacked along a leading [E]."""
-    experts = [read_expert(checkpoint, spec, layer_id, expert_id).named() for expert_id in range(spec.num_experts)]
-    return LayerExperts(**{name: torch.stack([expert[name] for expert in experts]) for name in experts[0]})
+    """All experts of a layer in canonical form, stacked along a leading [E]; one at a time is in memory twice."""
+    stacks: dict[str, Tensor] = {}
+    for expert_id in range(spec.num_experts):
+        for name, tensor in read_expert(checkpoint, spec, layer_id, expert_id).named().items():
+            if name not in stacks:
+                stacks[name] = tensor.new_empty(spec.num_experts, *tensor.shape)
+            stacks[name][expert_id] = tensor
+    return LayerExperts(**stacks)
 
 
 def to_disk_tensors(spec: MoeSpec, layer_id: int, experts: LayerExperts) -> dict[str, Tensor]:
