@@ -6,6 +6,7 @@ import contextlib
 import shutil
 from pathlib import Path
 
+from runtime.artifacts.folder import require_utf8
 from runtime.errors import InputError, StorageError
 from runtime.memory.sizes import format_size
 
@@ -28,6 +29,7 @@ def find_model(model: str | Path) -> Path:
         StorageError: no room for the download.
     """
     place = Path(model).expanduser()
+    require_utf8(place)
     if place.is_dir():
         return _snapshot(place) if (place / "snapshots").is_dir() and not (place / "config.json").exists() else place
     if place.is_file():
@@ -67,8 +69,7 @@ def _from_hub(name: str) -> Path:
         if not constants.HF_HUB_OFFLINE:
             with contextlib.suppress(DryRunError):  # out of reach; the cache may have it
                 files = snapshot_download(name, allow_patterns=wanted, dry_run=True)
-                assert not isinstance(files, str)
-                _require_room(name, sum(file.file_size for file in files if file.will_download))
+                _require_room(name, sum(file.file_size or 0 for file in files if file.will_download))
         return Path(str(snapshot_download(name, allow_patterns=wanted)))
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError) as error:
         reached = isinstance(error, HfHubHTTPError)
