@@ -30,7 +30,7 @@ from runtime.artifacts.manifest import (
 )
 from runtime.artifacts.quantized import Calibration, QuantizedManifest
 from runtime.errors import ArtifactError, InputError
-from runtime.model.families import MoeSpec, describe
+from runtime.model.families import MoeSpec, describe, memory_name
 from runtime.model.loader import require_supported
 from runtime.model.stream import LayerStream
 from runtime.model.tokenizer import load_tokenizer
@@ -181,7 +181,7 @@ def _copy_dense(work: Work, shards: files.Shards, journal: Journal) -> None:
     for place, names in enumerate(shards.dense):
         step = f"copied {place}"
         if step not in journal.done:
-            tensors = {name: work.checkpoint.read(name) for name in names}
+            tensors = {memory_name(work.spec, name): work.checkpoint.read(name) for name in names}
             _save_shard(work.out, shards.dense_file(place), tensors, journal, step)
 
 
