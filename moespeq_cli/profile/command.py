@@ -75,7 +75,7 @@ def profile(
 
     checkpoint = Checkpoint.open(options.model_folder(model))
     spec = describe(checkpoint)
-    require_supported(checkpoint.folder, spec)
+    require_supported(checkpoint, spec)
     length = choose_seq_len(seq_len, checkpoint.config.get("max_position_embeddings"))
     source, sequences = read_domains(
         data or [], load_tokenizer(checkpoint.folder), samples, length, int(checkpoint.config["vocab_size"])

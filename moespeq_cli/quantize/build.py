@@ -94,7 +94,7 @@ def prepare(options: QuantizeOptions) -> Work:
     if options.out.resolve() == checkpoint.folder.resolve():
         raise InputError(expected="--out apart from the model", found=str(options.out), mend="choose another --out")
     spec = describe(checkpoint)
-    require_supported(checkpoint.folder, spec)
+    require_supported(checkpoint, spec)
     device = pick_device(options.device)
     if options.method == "gptq":
         make_solver(options.solver)

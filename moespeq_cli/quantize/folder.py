@@ -29,7 +29,8 @@ COMPANIONS = (
 )  # fmt: skip
 # What a loader that quantises more than routed experts has to leave alone, as regular expressions of module names.
 UNQUANTIZED = (
-    r"-:.*\.self_attn\..*", r"-:.*\.shared_experts?(\..*)?$", r"-:.*\.shared_expert_gate$", r"-:.*\.(gate|router)$",
+    r"-:.*\.self_attn\..*", r"-:.*\.shared_experts?(\..*)?$", r"-:.*\.shared_mlp\..*", r"-:.*\.shared_expert_gate$",
+    r"-:.*\.(gate|router)$",
     r"-:.*\.layers\.\d+\.mlp\.(gate|up|down)_proj$", r"-:.*lm_head$",
 )  # fmt: skip
 

@@ -130,7 +130,7 @@ def _shards(folder: Path) -> tuple[list[str], dict[str, str]]:
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise InputError(expected=f"a weight_map in {folder / INDEX}", found="none", mend=MEND)
         for file in weight_map.values():
-            if Path(file).name != file:
+            if Path(file).name != file or not file.isprintable():
                 raise InputError(expected=f"plain file names in {folder / INDEX}", found=repr(file), mend=MEND)
         return sorted(set(weight_map.values())), weight_map
     if (folder / SINGLE).is_file():

@@ -183,6 +183,7 @@ def describe(checkpoint: Checkpoint) -> MoeSpec:
             mend="run it with transformers; docs/models.md lists the families, and how one is added",
         )
     layout = INTERLEAVED if index < 0 else LAYOUTS[index]
+    _check_counts(checkpoint, num_layers, num_experts, top_k)
     has_bias = layout.kind == "interleaved"
     size = _first(config, family.expert_size_keys)
     probe = MoeSpec(model_type, num_layers, tuple(layers), num_experts, top_k, hidden_size, size, "", has_bias, index)
@@ -204,9 +205,35 @@ def _check_attention(config: dict[str, Any], model_type: str) -> None:
         raise state_refusal(model_type, ", ".join(others))
 
 
+_NUMBERED = re.compile(r"\.layers\.(\d+)\.")
+
+
+def _check_counts(checkpoint: Checkpoint, num_layers: int, num_experts: int, top_k: int) -> None:
+    """Refuse counts that the tensors belie before anything is made as often as they say."""
+    layers = {match[1] for name in checkpoint.tensors if (match := _NUMBERED.search(name))}
+    rows = max((info.shape[0] for info in checkpoint.tensors.values() if info.shape), default=0)
+    facts = (
+        ("num_hidden_layers", num_layers, len(layers), "layers have tensors"),
+        (
+            "the number of experts",
+            num_experts,
+            max(rows, len(checkpoint.tensors)),
+            "are the most that there is room for",
+        ),
+        ("the number of experts of a token", top_k, num_experts, "are in a layer"),
+    )
+    for name, said, most, why in facts:
+        if not 1 <= said <= most:
+            raise InputError(
+                expected=f"{name} from 1 to {most} in the config.json of {checkpoint.folder}, for {most} {why}",
+                found=str(said)[:40],
+                mend="use the config.json that belongs to these weights",
+            )
+
+
 def _whole(config: dict[str, Any], name: str, checkpoint: Checkpoint) -> int:
     value = config.get(name)
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(
             expected=f"{name} above 0 in the config.json of {checkpoint.folder}",
             found=f"{value!r:.60}",
@@ -216,7 +243,8 @@ def _whole(config: dict[str, Any], name: str, checkpoint: Checkpoint) -> int:
 
 
 def _first(config: dict[str, Any], names: tuple[str, ...]) -> int:
-    return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
+    found = (config.get(name) for name in names)
+    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), 0)
 
 
 def _find_layout(checkpoint: Checkpoint, family: Family) -> tuple[int, list[int]]:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runtime.artifacts.checkpoint import Checkpoint
 from runtime.errors import InputError
 from runtime.model import experts
-from runtime.model.families import MoeSpec, memory_name
+from runtime.model.families import MoeSpec, dense_names, memory_name
 from runtime.model.support import check_model
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -43,13 +44,27 @@ def build(config_folder: Path, dtype: torch.dtype, spec: MoeSpec) -> Any:
     return model.eval()
 
 
-def require_supported(config_folder: Path, spec: MoeSpec) -> None:
-    """Refuse, before any work, a model that `build` would refuse; takes no memory for weights.
+def require_supported(checkpoint: Checkpoint, spec: MoeSpec) -> None:
+    """Refuse, before any work, a model that could not be built or filled; no weight is read or allocated.
 
     Raises:
-        InputError: as `build`.
+        InputError: as `build` and `load_dense`.
     """
-    check_model(_on_meta(config_folder, torch.float32), spec)
+    model = _on_meta(checkpoint.folder, torch.float32)
+    check_model(model, spec)
+    memory = {memory_name(spec, name): name for name in dense_names(checkpoint, spec)}
+    places = [(name, *_place(model, name, "")) for name in memory]
+    _refuse_unknown(spec, [memory[name] for name, table, _ in places if table is None and not _ignorable(name, spec)])
+    for name, table, leaf in places:
+        if table is not None:
+            _check_shape(memory[name], checkpoint.tensors[memory[name]].shape, table[leaf])
+    wanted = {name for name in model.state_dict() if not any(part in name for part in _EXPERTS)}
+    if getattr(model.config, "tie_word_embeddings", False):
+        wanted.discard("lm_head.weight")
+    _refuse_missing(sorted(wanted - set(memory)))
+
+
+_EXPERTS = tuple(f".experts.{name}" for name in experts.PARAMETERS)
 
 
 def _on_meta(config_folder: Path, dtype: torch.dtype) -> Any:
@@ -62,7 +77,7 @@ def _on_meta(config_folder: Path, dtype: torch.dtype) -> Any:
             del config.quantization_config
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=experts.IMPLEMENTATION)
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except Exception as error:  # whatever a configuration makes of the library's code
         raise InputError(
             expected=f"a model that this transformers can build from {config_folder / 'config.json'}",
             found=f"{type(error).__name__}: {str(error)[:300]}",
@@ -137,27 +152,39 @@ def _assign(
 ) -> None:
     unknown = []
     for memory, disk in names.items():
-        owner_name, _, leaf = memory.removeprefix(prefix).rpartition(".")
-        try:
-            owner = module.get_submodule(owner_name)
-        except AttributeError:
-            owner = None
-        tables: list[dict[str, Any]] = [] if owner is None else [owner._parameters, owner._buffers]
-        table = next((t for t in tables if leaf in t), None)
-        slot = table[leaf] if table is not None else None
-        if table is None or slot is None:
+        table, leaf = _place(module, memory, prefix)
+        if table is None:
             if not _ignorable(memory, spec):
                 unknown.append(disk)
             continue
-        tensor = read(disk)
-        if tensor.shape != slot.shape:
-            raise InputError(
-                expected=f"{disk} of shape {list(slot.shape)}, as config.json says",
-                found=str(list(tensor.shape)),
-                mend="use the config.json that belongs to these weights",
-            )
+        tensor, slot = read(disk), table[leaf]
+        _check_shape(disk, tuple(tensor.shape), slot)
         tensor = tensor.to(slot.dtype)
         table[leaf] = nn.Parameter(tensor, requires_grad=False) if isinstance(slot, nn.Parameter) else tensor
+    _refuse_unknown(spec, unknown)
+
+
+def _place(module: nn.Module, memory: str, prefix: str) -> tuple[dict[str, Any] | None, str]:
+    """The table of parameters or buffers in which a tensor has its place, None where it has none, and its key there."""
+    owner_name, _, leaf = memory.removeprefix(prefix).rpartition(".")
+    try:
+        owner = module.get_submodule(owner_name)
+    except AttributeError:
+        return None, leaf
+    tables: list[dict[str, Any]] = [owner._parameters, owner._buffers]
+    return next((table for table in tables if table.get(leaf) is not None), None), leaf
+
+
+def _check_shape(disk: str, shape: tuple[int, ...], slot: Tensor) -> None:
+    if tuple(slot.shape) != tuple(shape):
+        raise InputError(
+            expected=f"{disk} of shape {list(slot.shape)}, as config.json says",
+            found=str(list(shape)),
+            mend="use the config.json that belongs to these weights",
+        )
+
+
+def _refuse_unknown(spec: MoeSpec, unknown: list[str]) -> None:
     if unknown:
         raise InputError(
             expected=f"only tensors that a {spec.model_type} model of this transformers has",
@@ -175,7 +202,10 @@ def _ignorable(name: str, spec: MoeSpec) -> bool:
 
 def _require_real(module: nn.Module, prefix: str) -> None:
     named: Iterator[tuple[str, Tensor]] = iter([*module.named_parameters(), *module.named_buffers()])
-    missing = [prefix + name for name, tensor in named if tensor.is_meta]
+    _refuse_missing([prefix + name for name, tensor in named if tensor.is_meta])
+
+
+def _refuse_missing(missing: list[str]) -> None:
     if missing:
         raise InputError(
             expected="a value for every tensor of the model",

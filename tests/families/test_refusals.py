@@ -116,7 +116,7 @@ def test_what_the_stages_rely_on_is_looked_at(
     """An unknown family of the library's fused experts goes through; one that only looks so does not."""
     folder = save_tiny("dots1", tmp_path / "model")
     spec = describe(Checkpoint.open(folder))
-    require_supported(folder, spec)
+    require_supported(Checkpoint.open(folder), spec)
     model = make_model("dots1")
     check_model(model, spec)
     monkeypatch.setattr(type(model), "_is_stateful", False)

@@ -26,7 +26,7 @@ from tests.pack.fixtures import save_quantized
 from tests.tiny import KINDS, MORE, UNLISTED, save_tiny
 
 PYTHON = os.environ.get("MOESPEQ_GPTQMODEL") or (sys.executable if importlib.util.find_spec("gptqmodel") else "")
-LEAVES_EXPERTS = ("granitemoe", "granitemoeshared", "minimax_m2")
+LEAVES_EXPERTS = ("granitemoe", "granitemoeshared", "minimax_m2", "exaone_moe", "afmoe")
 """Families whose experts GPTQModel 7.6 neither quantises nor loads quantised."""
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="needs GPTQModel: name its Python in MOESPEQ_GPTQMODEL"),
