@@ -10,6 +10,8 @@ an uninterrupted one (quantize, profile) or them and a report with other times i
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import random
@@ -114,43 +116,54 @@ def _killed_after_rename(number: int, work: Callable[[], object]) -> bool:
 
 
 def stages(room: Path) -> list[Stage]:
-    """The three stages on a tiny model with a dense layer and three with experts."""
+    """The three commands on a tiny model with a dense layer and three with experts."""
     import torch
 
-    from moespeq_cli.pack.build import build_pack
-    from moespeq_cli.pack.plan import make_plan
-    from moespeq_cli.profile.build import ProfileJob, build
-    from moespeq_cli.profile.measure import TextSequence
-    from moespeq_cli.quantize.build import quantize
-    from moespeq_cli.quantize.plan import QuantizeOptions
-    from runtime.artifacts.checkpoint import Checkpoint
-    from runtime.artifacts.quantized import Quantized
-    from runtime.model.families import describe
     from tests.tiny import save_tiny
 
     torch.set_num_threads(1)
     model = save_tiny("deepseek_v3", room / "model", dtype=torch.bfloat16, num_hidden_layers=4, n_routed_experts=16)
     text = room / "text.txt"
     text.write_text("Rain had come over the hills in the night, and nobody on deck spoke of it. " * 20)
-    options = {"data": text, "seq_len": 64, "min_tokens": 4}
-    quantize(QuantizeOptions(model=str(model), out=room / "quantized", **options))  # type: ignore[arg-type]
-    checkpoint = Checkpoint.open(model)
-    sequences = [TextSequence("text", torch.arange(start, start + 60) % 250) for start in range(6)]
-    quantized = Quantized.open(room / "quantized")
-    job = ProfileJob(checkpoint, describe(checkpoint), sequences, "text.txt", quantized, "float32", 1000)
+    quantized = room / "quantized"
+    common = ["--model", model, "--data", text, "--seq-len", 64]
+    command("quantize", *common, "--out", quantized)
     return [
+        Stage("quantize", lambda out: command("quantize", *common, "--out", out), all_but(".lock")),
         Stage(
-            "quantize",
-            lambda out: quantize(QuantizeOptions(model=str(model), out=out, **options)),  # type: ignore[arg-type]
+            "profile",
+            lambda out: command("profile", *common, "--quantized", quantized, "--out", out),
             all_but(".lock"),
         ),
-        Stage("profile", partial(build, job), all_but(".lock")),
         Stage(
             "pack",
-            lambda out: build_pack(make_plan(model, room / "quantized", None, out, 2, "residual")),
+            lambda out: command(
+                "pack",
+                "--model",
+                model,
+                "--quantized",
+                quantized,
+                "--encoding",
+                "residual",
+                "--shards",
+                2,
+                "--out",
+                out,
+            ),
             all_but(".lock", "report.json"),
         ),
     ]
+
+
+def command(*arguments: object) -> None:
+    """Run `moespeq` in this process; it has to succeed."""
+    from moespeq_cli.app import main as moespeq
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as told:
+        try:
+            moespeq([str(argument) for argument in arguments])
+        except SystemExit as end:
+            assert not end.code, told.getvalue()
 
 
 def main() -> None:

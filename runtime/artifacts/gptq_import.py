@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,6 +14,7 @@ from runtime.artifacts.manifest import PROGRESS, is_finished, require_same_model
 from runtime.artifacts.quantized import (
     PARTS,
     Calibration,
+    KeptLinear,
     LayerFormat,
     Quantized,
     QuantizedLinear,
@@ -58,11 +61,33 @@ def _imported(foreign: Checkpoint, checkpoint: Checkpoint, spec: MoeSpec) -> Qua
                 mend=f"pass a folder that `moespeq quantize` or GPTQModel made; {FORMAT}",
             )
     formats = {layer_id: _layer_format(foreign, spec, layer_id) for layer_id in spec.moe_layers}
-    quantized = Quantized(foreign.folder, _manifest(foreign, checkpoint, spec, settings, formats), foreign)
+    kind = _Halves if spec.disk_layout.kind == "interleaved" else Quantized
+    quantized = kind(foreign.folder, _manifest(foreign, checkpoint, spec, settings, formats), foreign)
     quantized.check_tensors()
     for layer_id in spec.moe_layers:
         _check_layer(quantized, checkpoint, spec, layer_id)
     return quantized
+
+
+class _Halves(Quantized):
+    """Experts whose gate and up rows alternate in the model, and which GPTQModel cuts in two as they are.
+
+    Its `gate_proj` is the first half of these rows and its `up_proj` the second; rows are quantised one by one, so that
+    putting them in order again changes none.
+    """
+
+    def linear(self, layer_id: int, expert_id: int, projection: str) -> QuantizedLinear | KeptLinear:
+        """Read one linear, in the order of the model's own."""
+        if projection not in ("gate_proj", "up_proj"):
+            return super().linear(layer_id, expert_id, projection)
+        halves = [super(_Halves, self).linear(layer_id, expert_id, half) for half in ("gate_proj", "up_proj")]
+        first = 0 if projection == "gate_proj" else 1
+        rows: dict[str, Any] = {
+            field.name: torch.cat([getattr(half, field.name) for half in halves])[first::2].contiguous()
+            for field in fields(halves[0])
+            if isinstance(getattr(halves[0], field.name), torch.Tensor)
+        }
+        return replace(halves[0], **rows)
 
 
 def _layer_format(foreign: Checkpoint, spec: MoeSpec, layer_id: int) -> LayerFormat:

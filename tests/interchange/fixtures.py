@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from runtime.artifacts.checkpoint import Checkpoint
-from runtime.artifacts.gptq_format import pack_linear
+from runtime.artifacts.gptq_format import pack_linear, unpack_linear
+from runtime.artifacts.quantized import PARTS
 from tests.pack.fixtures import save_quantized
 
 SETTINGS = {  # what GPTQModel 7.6.0 writes, less what it says of itself
@@ -33,6 +34,8 @@ def save_foreign(model: Path, folder: Path, change: Change | None = None, **sett
     """
     ours = Checkpoint.open(save_quantized(model, folder.with_name(f"{folder.name}-ours")))
     tensors = {name: ours.read(name) for name in ours.tensors}
+    if ours.config["model_type"] == "gpt_oss":
+        _cut_in_halves(tensors)
     for name in [name for name in tensors if ".self_attn." in name and name.endswith("_proj.weight")]:
         codes, scales = _round(tensors.pop(name).float())
         linear = name.removesuffix(".weight")
@@ -46,6 +49,22 @@ def save_foreign(model: Path, folder: Path, change: Change | None = None, **sett
     (folder / "config.json").write_text(json.dumps(ours.config | {"quantization_config": quantization}))
     (folder / "quantize_config.json").write_text(json.dumps(quantization))
     return folder
+
+
+def _cut_in_halves(tensors: dict[str, Tensor]) -> None:
+    """GPTQModel cuts alternating gate and up rows in the middle."""
+    for name in [name for name in tensors if name.endswith("gate_proj.qweight")]:
+        linears = [name.removesuffix(".qweight"), name.removesuffix("gate_proj.qweight") + "up_proj"]
+        rows = []
+        for linear in linears:
+            parts = {part: tensors[f"{linear}.{part}"] for part in PARTS}
+            rows.append([*unpack_linear(parts, 4, 32), tensors[f"{linear}.bias"]])
+        whole = [torch.stack(pair, dim=1).flatten(0, 1) for pair in zip(*rows, strict=True)]
+        for linear, half in zip(linears, zip(*(part.chunk(2) for part in whole), strict=True), strict=True):
+            codes, scales, zeros, bias = half
+            packed = pack_linear(codes, scales, zeros.to(torch.int64), 4, 32)
+            tensors |= {f"{linear}.{part}": tensor for part, tensor in packed.items()}
+            tensors[f"{linear}.bias"] = bias.clone()
 
 
 def _round(weight: Tensor) -> tuple[Tensor, Tensor]:
