@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from moespeq_cli import console
-from moespeq_cli.options import DEFAULT_ARTIFACTS, Artifacts, Force, Json, Model, model_folder
+from moespeq_cli.options import DEFAULT_ARTIFACTS, Artifacts, DryRun, Force, Json, Model, model_folder
 
 Source = Annotated[
     Path | None,
@@ -40,6 +40,7 @@ def pack(
     shards: Shards = 1,
     encoding: Encoding = "raw",
     verify: Verify = False,
+    dry_run: DryRun = False,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -57,6 +58,9 @@ def pack(
     elif profile == Path("none"):
         profile = None
     source = quantized if quantized is not None else artifacts / "quantized"
+    if dry_run:
+        console.emit(_estimate(folder, model_folder(model), source, profile, shards, encoding), as_json)
+        return
     console.emit(_build(folder, model_folder(model), source, profile, asked, shards, encoding, force), as_json)
 
 
@@ -93,6 +97,19 @@ def _build(
         "dense_bytes": plan.dense_bytes,
         "total_bytes": sum(entry.size_bytes for entry in manifest.files.values()),
     }
+
+
+def _estimate(
+    folder: Path, model: str, quantized: Path, profile: Path | None, shards: int, encoding: str
+) -> dict[str, Any]:
+    from moespeq_cli.estimate import estimate_pack
+    from moespeq_cli.pack.plan import make_plan
+
+    plan = make_plan(model, quantized, profile, folder, shards, encoding)
+    estimate = estimate_pack(plan.checkpoint, plan.spec, plan.total_bytes, plan.draft_bytes, encoding != "raw")
+    for line in (*plan.lines(), *estimate.lines()):
+        console.note(line)
+    return estimate.as_json(folder)
 
 
 def _verify(folder: Path, model: str | None, quantized: Path | None) -> dict[str, Any]:

@@ -61,6 +61,7 @@ def profile(
     trace_tokens: Annotated[
         int, typer.Option("--trace-tokens", min=0, help="Tokens whose choices are recorded for replaying caches")
     ] = 16384,
+    dry_run: options.DryRun = False,
     as_json: options.Json = False,
     force: options.Force = False,
 ) -> None:
@@ -86,6 +87,16 @@ def profile(
     arithmetic = STORED[spec.dtype] if dtype is Arithmetic.MODEL else dtype.value
     job = ProfileJob(checkpoint, spec, sequences, source, draft, arithmetic, trace_tokens)
     place = out or artifacts / "profile"
+    if dry_run:
+        from moespeq_cli.estimate import estimate_profile
+
+        tokens, passes = sum(job.domains().values()), 1 if draft is None else 2
+        estimate = estimate_profile(checkpoint, spec, tokens, job.activation_bytes(), job.data_bytes(), passes)
+        _announce(job, place)
+        for line in estimate.lines():
+            console.note(line)
+        console.emit(estimate.as_json(place), as_json)
+        return
     made = find_identical(place, job, force)
     if made is not None:
         console.note(f"{place} holds this profile already; nothing to do (--force makes it again)")

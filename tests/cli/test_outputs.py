@@ -107,6 +107,24 @@ def test_room_is_looked_for_before_any_work(
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_dry_run_tells_and_writes_nothing(
+    stage: str, moespeq: Command, model: Path, quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moespeq_cli.estimate.PROBE_S", 0.01)
+    done = moespeq(*ask(stage, model, quantized, tmp_path / "out"), "--dry-run", "--json")
+    told = json.loads(done.stdout)
+    assert done.status == 0 and told["dry_run"] is True and told["path"] == str(tmp_path / "out")
+    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    assert told["read_bytes"] > 0.9 * size and told["peak_memory_bytes"] > 500e6 and told["seconds"] > 0
+    for word in ("memory ", "disk ", "time ", "estimated"):
+        assert word in done.stderr
+    assert list(tmp_path.iterdir()) == []
+    done = moespeq(*ask(stage, model, quantized, tmp_path / "out"))
+    written = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
+    assert done.status == 0 and written <= told["disk_bytes"]
+
+
 WHOLE = """
 import contextlib, io, json, os, sys
 from moespeq_cli.app import main
