@@ -76,10 +76,12 @@ def _build(
 ) -> dict[str, Any]:
     from moespeq_cli.pack.build import build_pack, find_finished
     from moespeq_cli.pack.plan import make_plan
+    from runtime.artifacts.manifest import PROGRESS
 
     plan = make_plan(model, quantized, profile, folder, shards, encoding)
     manifest = None if force else find_finished(plan, any_profile=not asked)
     if manifest is not None:
+        (folder / PROGRESS).unlink(missing_ok=True)  # a kill came between manifest and its removal
         striped = "" if manifest.profile_sha256 == plan.profile_sha256 else ", striped without this profile (--force)"
         console.note(f"{folder} is this pack already{striped}; nothing to do")
     else:

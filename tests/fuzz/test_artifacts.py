@@ -111,9 +111,7 @@ def test_an_index_of_records_stays_inside_its_files(data: st.DataObject, made: P
 
 @bounded(60)
 @given(side=st.sampled_from(["target", "draft"]), number=st.integers(0, 15), seed=SEEDS)
-def test_a_record_that_was_vouched_for_gives_weights_of_its_shape(
-    side: str, number: int, seed: int, made: Path
-) -> None:
+def test_a_record_vouched_for_gives_weights_of_its_shape(side: str, number: int, seed: int, made: Path) -> None:
     """With checksums that match, what is in it cannot be known to be wrong; but nothing outside it is touched."""
     pack = Pack.open(made / "pack")
     key = pack.spec.expert_keys()[number]

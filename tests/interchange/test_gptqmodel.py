@@ -42,12 +42,11 @@ def put_rows_in_turn(weights: dict[str, torch.Tensor]) -> None:
         weights[gate], weights[up] = rows[0::2], rows[1::2]
 
 
-def run(script: str, *arguments: str) -> None:
+def run(place: Path, script: str, *arguments: str) -> None:
+    """Run one of the scripts beside this file in `place`, where it leaves its logs."""
     path = Path(__file__).with_name(script)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [PYTHON, str(path), *arguments], capture_output=True, text=True, cwd=path.parent, env=environment
-    )
+    done = subprocess.run([PYTHON, str(path), *arguments], capture_output=True, text=True, cwd=place, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
@@ -58,7 +57,7 @@ def test_it_reads_our_experts_bit_for_bit(tmp_path: Path) -> None:
     for kind in kinds:
         model = save_tiny(kind, tmp_path / kind / "model", dtype=torch.bfloat16)
         ours[kind] = Quantized.open(save_quantized(model, tmp_path / kind / "quantized"))
-    run("gptqmodel_reader.py", str(tmp_path), *(f"{kind}={ours[kind].folder}" for kind in kinds))
+    run(tmp_path, "gptqmodel_reader.py", str(tmp_path), *(f"{kind}={ours[kind].folder}" for kind in kinds))
     report = json.loads((tmp_path / "report.json").read_text())
     read = {}
     for kind, quantized in ours.items():
@@ -79,14 +78,20 @@ def test_we_read_its_experts_bit_for_bit(form: str, tmp_path: Path) -> None:
     """Attention quantised too, a layer at 8 bits by a rule; activation order is refused by name."""
     kinds = ["qwen2_moe", "mixtral", "deepseek_v2", "gpt_oss"] if form == "plain" else ["qwen2_moe"]
     models = {kind: save_tiny(kind, tmp_path / kind, dtype=torch.bfloat16) for kind in kinds}
-    run("gptqmodel_writer.py", str(tmp_path / "made"), form, *(f"{kind}={folder}" for kind, folder in models.items()))
+    run(
+        tmp_path,
+        "gptqmodel_writer.py",
+        str(tmp_path / "made"),
+        form,
+        *(f"{kind}={folder}" for kind, folder in models.items()),
+    )
     made = {kind: tmp_path / "made" / kind for kind in kinds}
     if form == "desc_act":
         checkpoint = Checkpoint.open(models["qwen2_moe"])
         with pytest.raises(ArtifactError, match=r"g_idx in channel order"):
             open_quantized(made["qwen2_moe"], checkpoint, describe(checkpoint))
         return
-    run("gptqmodel_reader.py", str(tmp_path), *(f"{kind}={folder}" for kind, folder in made.items()))
+    run(tmp_path, "gptqmodel_reader.py", str(tmp_path), *(f"{kind}={folder}" for kind, folder in made.items()))
     for kind in kinds:
         checkpoint = Checkpoint.open(models[kind])
         spec = describe(checkpoint)
