@@ -41,11 +41,18 @@ def open_quantized(folder: Path, checkpoint: Checkpoint, spec: MoeSpec) -> Quant
         InputError: of another model.
     """
     ours = is_finished(folder) or (folder / PROGRESS).is_file() or not (folder / "config.json").is_file()
-    if ours:
+    foreign = None if ours else Checkpoint.open(folder)
+    if foreign is None or _is_by_moespeq(foreign):  # and then without its manifest it is not finished
         source = Quantized.open(folder, verify=True)
         require_same_model("quantized", folder, source.manifest.model_digest, checkpoint.digest)
         return source
-    return _imported(Checkpoint.open(folder), checkpoint, spec)
+    return _imported(foreign, checkpoint, spec)
+
+
+def _is_by_moespeq(foreign: Checkpoint) -> bool:
+    settings = foreign.config.get("quantization_config")
+    meta = settings.get("meta") if isinstance(settings, dict) else None
+    return isinstance(meta, dict) and meta.get("quantizer") == ["moespeq"]
 
 
 def _imported(foreign: Checkpoint, checkpoint: Checkpoint, spec: MoeSpec) -> Quantized:
