@@ -74,8 +74,19 @@ class LayerSizes:
         return cls(weights * item_bytes, weights, max(by_layer.values(), default=0), embedding, whole)
 
 
-def estimate_quantize(checkpoint: Checkpoint, spec: MoeSpec, tokens: int, disk_bytes: int, solves: bool) -> Estimate:
-    """GPTQ, or with `solves` false rounding, of every layer, calibrated with so many tokens."""
+def estimate_quantize(
+    checkpoint: Checkpoint, spec: MoeSpec, tokens: int, disk_bytes: int, result_bytes: int, solves: bool
+) -> Estimate:
+    """GPTQ, or with `solves` false rounding, of every layer, calibrated with so many tokens.
+
+    Args:
+        checkpoint: the model.
+        spec: what it is.
+        tokens: of calibration.
+        disk_bytes: at the worst time.
+        result_bytes: of what is left at the end, which is read again for its checksums.
+        solves: whether Hessians are summed and factorised.
+    """
     from moespeq_cli.quantize.layer import WORKING_BYTES
 
     sizes = LayerSizes.of(checkpoint, spec)
@@ -91,7 +102,7 @@ def estimate_quantize(checkpoint: Checkpoint, spec: MoeSpec, tokens: int, disk_b
         work += routed * (hidden**2 + inner**2 + 2 * hidden * inner)  # Hessians, and the inputs of the down projection
         work += 2 * experts * (2 * inner * hidden**2 + hidden * inner**2 + hidden**3 + inner**3)  # sweep and factors
     layers = len(spec.moe_layers)
-    read = 2 * (sizes.stored_bytes - layers * sizes.expert_bytes) + layers * sizes.expert_bytes
+    read = 2 * (sizes.stored_bytes - layers * sizes.expert_bytes) + layers * sizes.expert_bytes + result_bytes
     return Estimate(peak, disk_bytes, read, layers * work / operations_per_s())
 
 

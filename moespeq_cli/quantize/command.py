@@ -111,7 +111,10 @@ def quantize(
         from moespeq_cli.quantize.plan import plan_lines
 
         plan, tokens = work.plan, work.sequences.tokens
-        estimate = estimate_quantize(work.checkpoint, work.spec, tokens, plan.disk_bytes, method == "gptq")
+        result_bytes = plan.dense_bytes + plan.quantized_bytes
+        estimate = estimate_quantize(
+            work.checkpoint, work.spec, tokens, plan.disk_bytes, result_bytes, method == "gptq"
+        )
         for line in (*plan_lines(plan, options, work.sequences), *estimate.lines()):
             console.note(line)
         console.emit(estimate.as_json(options.out), as_json)
