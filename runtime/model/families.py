@@ -197,12 +197,20 @@ ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_att
 
 def _check_attention(config: dict[str, Any], model_type: str) -> None:
     """Refuse what config.json says outright to keep other state than keys and values; the library knows of the rest."""
-    from runtime.model.support import state_refusal
-
     kinds = config.get("layer_types")
     others = sorted({str(kind) for kind in kinds} - ATTENTION_KINDS) if isinstance(kinds, list) else []
     if others:
         raise state_refusal(model_type, ", ".join(others))
+
+
+def state_refusal(model_type: str, kinds: str) -> InputError:
+    """The refusal of a model whose layers keep more than keys and values."""
+    return InputError(
+        expected="a model whose layers all have attention over keys and values",
+        found=f"{model_type} with {kinds} layers",
+        mend="use a model without linear attention (or run this one with transformers): speculation over recurrent "
+        "state is not supported",
+    )
 
 
 _NUMBERED = re.compile(r"\.layers\.(\d+)\.")

@@ -9,7 +9,7 @@ from torch import nn
 
 from runtime.errors import InputError
 from runtime.model.experts import find_experts
-from runtime.model.families import ATTENTION_KINDS, MoeSpec
+from runtime.model.families import ATTENTION_KINDS, MoeSpec, state_refusal
 
 EXPERTS_ARGUMENTS = 4  # self, hidden states, top-k index, top-k weights
 
@@ -57,16 +57,6 @@ def _check_state(model: Any, spec: MoeSpec) -> None:
     others = sorted(map(str, kinds - ATTENTION_KINDS))
     if others or getattr(model, "_is_stateful", False):
         raise state_refusal(spec.model_type, ", ".join(others) or "recurrent")
-
-
-def state_refusal(model_type: str, kinds: str) -> InputError:
-    """The refusal of a model whose layers keep more than keys and values."""
-    return InputError(
-        expected="a model whose layers all have attention over keys and values",
-        found=f"{model_type} with {kinds} layers",
-        mend="use a model without linear attention (or run this one with transformers): speculation over recurrent "
-        "state is not supported",
-    )
 
 
 def _check_attention(layer: nn.Module, where: str, spec: MoeSpec) -> None:
