@@ -58,7 +58,7 @@ FILES = [
 ]  # fmt: skip
 
 
-@bounded(45)
+@bounded(25)
 @given(name=st.sampled_from(FILES), seed=SEEDS)
 def test_a_damaged_pack_says_the_same_or_is_refused(name: str, seed: int, made: Path, text: list[int]) -> None:
     """Every file of it; a disk that changes bytes does not change checksums to match."""
@@ -82,7 +82,7 @@ def vouched(pack: Path, name: str, body: Any) -> None:
     (pack / "manifest.json").write_text(json.dumps(manifest))
 
 
-@bounded(60)
+@bounded(40)
 @given(data=st.data())
 def test_an_index_of_records_stays_inside_its_files(data: st.DataObject, made: Path) -> None:
     pack, name = made / "pack", data.draw(st.sampled_from(["records.json", "manifest.json"]))
@@ -109,7 +109,7 @@ def test_an_index_of_records_stays_inside_its_files(data: st.DataObject, made: P
             (pack / file).write_bytes(text)
 
 
-@bounded(60)
+@bounded(40)
 @given(side=st.sampled_from(["target", "draft"]), number=st.integers(0, 15), seed=SEEDS)
 def test_a_record_vouched_for_gives_weights_of_its_shape(side: str, number: int, seed: int, made: Path) -> None:
     """With checksums that match, what is in it cannot be known to be wrong; but nothing outside it is touched."""
@@ -128,7 +128,7 @@ def test_a_record_vouched_for_gives_weights_of_its_shape(side: str, number: int,
         pass
 
 
-@bounded(60)
+@bounded(40)
 @given(number=st.integers(0, 99), seed=SEEDS)
 def test_a_quantized_folder_reads_as_before_or_is_refused(number: int, seed: int, made: Path) -> None:
     folder = made / "quantized"

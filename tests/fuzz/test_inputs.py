@@ -57,7 +57,7 @@ def look(path: Path) -> None:
             assert math.prod(info.shape) >= 0
 
 
-@bounded(120)
+@bounded(60)
 @given(header=changed(HEADER))
 @example(header=HEADER | {"a": HEADER["a"] | {"shape": [2.0, 3]}})
 @example(header=HEADER | {"a": HEADER["a"] | {"shape": ["2", 3]}})
@@ -71,7 +71,7 @@ def test_a_header_is_right_or_refused(header: Any, tmp_path: Path) -> None:
     look(tmp_path / "x.safetensors")
 
 
-@bounded(120)
+@bounded(60)
 @given(data=damaged(WHOLE) | st.binary(max_size=200))
 @example(data=WHOLE)
 @example(data=b"")
@@ -96,7 +96,7 @@ def config_of(kind: str) -> dict[str, Any]:
     return found
 
 
-@bounded(100)
+@bounded(50)
 @given(config=changed(config_of("qwen2_moe"), most=2))
 @example(config=config_of("qwen2_moe") | {"num_hidden_layers": 10**9})
 @example(config=config_of("qwen2_moe") | {"num_experts": 10**9})
@@ -127,7 +127,7 @@ INDEX = {
 }
 
 
-@bounded(120)
+@bounded(60)
 @given(index=changed(INDEX))
 @example(index={"weight_map": {"a": "../x.safetensors"}})
 @example(index={"weight_map": {"a": "/etc/passwd"}})
@@ -163,7 +163,7 @@ BODIES = (
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
-@bounded(120)
+@bounded(60)
 @given(body=BODIES, suffix=st.sampled_from([".jsonl", ".txt"]), template=st.booleans(), raw=st.booleans())
 def test_prompts_become_ids_or_are_refused(
     body: bytes, suffix: str, template: bool, raw: bool, model: Path, tmp_path: Path
@@ -185,7 +185,7 @@ def test_prompts_become_ids_or_are_refused(
         assert ids and all(0 <= token < VOCAB for token in ids)
 
 
-@bounded(120)
+@bounded(60)
 @given(body=BODIES, suffix=st.sampled_from([".jsonl", ".txt", ""]), template=st.booleans())
 def test_calibration_text_becomes_sequences_or_is_refused(
     body: bytes, suffix: str, template: bool, model: Path, tmp_path: Path
