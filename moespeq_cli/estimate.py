@@ -1,7 +1,7 @@
 """What a stage would take of memory, disk and time: arithmetic over the plan and two short measurements, no work.
 
-docs/benchmarks compares the estimates with real layers. Memory has held as an upper bound but for 4 %; times are rough, and
-too low for wide experts.
+docs/benchmarks compares the estimates with real layers. Memory has held as an upper bound but for 4 %; times are rough,
+and too low for wide experts.
 """
 
 from __future__ import annotations
