@@ -58,7 +58,8 @@ def progress(description: str, total: float) -> Iterator[Progress]:
 
 
 def note(text: str) -> None:
-    """Tell a person something, as it is: no markup, no wrapping."""
+    """Tell a person something, as it is: no markup, no wrapping; names that are no UTF-8 with their bytes spelt out."""
+    text = text.encode(errors="backslashreplace").decode()
     stderr.print(text, markup=False, soft_wrap=True)
 
 

@@ -19,6 +19,9 @@ Artifacts = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of a path")]
 Force = Annotated[bool, typer.Option("--force", help="Replace a result that is already there")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print what it would take of memory, disk and time, and write nothing")
+]
 DEFAULT_ARTIFACTS = Path("artifacts")
 
 

@@ -19,7 +19,13 @@ KINDS = (
     "glm4_moe",
     "gpt_oss",
     "granitemoe",
+    "minimax_m2",
 )
+"""What each stage is tested with on its own; tests/families runs them through all of them."""
+MORE = ("ernie4_5_moe", "exaone_moe", "afmoe", "granitemoeshared")
+"""Families of the table in runtime/model/families.py besides."""
+UNLISTED = ("dots1", "hunyuan_v1_moe")
+"""Families that no table knows, made of the library's fused experts."""
 VOCAB = 260
 BOS, EOS, PAD = 256, 257, 259
 
@@ -30,7 +36,7 @@ _SPECIFIC: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 8},
     "phimoe": {"num_local_experts": 8, "sliding_window": None},
     "deepseek_v2": {
-        "n_routed_experts": 8, "moe_intermediate_size": 64, "n_shared_experts": 1, "kv_lora_rank": 16,
+        "n_routed_experts": 8, "moe_intermediate_size": 64, "n_shared_experts": 2, "kv_lora_rank": 16,
         "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
         "first_k_dense_replace": 1, "num_hidden_layers": 3, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
     },
@@ -45,6 +51,28 @@ _SPECIFIC: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {"num_local_experts": 8, "intermediate_size": 64, "sliding_window": 16},
     "granitemoe": {"num_local_experts": 8},
+    "minimax_m2": {"num_local_experts": 8},
+    "ernie4_5_moe": {
+        "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 64, "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1, "moe_layer_end_index": 2, "moe_layer_interval": 1, "num_hidden_layers": 3,
+    },
+    "exaone_moe": {
+        "num_experts": 8, "moe_intermediate_size": 64, "num_shared_experts": 1, "n_group": 1, "topk_group": 1,
+        "num_hidden_layers": 3, "first_k_dense_replace": 1, "sliding_window": 8,
+    },
+    "afmoe": {
+        "num_experts": 8, "moe_intermediate_size": 64, "num_shared_experts": 1, "num_dense_layers": 1, "n_group": 1,
+        "topk_group": 1, "num_hidden_layers": 3, "sliding_window": 8,
+    },
+    "granitemoeshared": {"num_local_experts": 8, "shared_intermediate_size": 48},
+    "dots1": {
+        "n_routed_experts": 8, "moe_intermediate_size": 64, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "num_hidden_layers": 3, "n_group": 1, "topk_group": 1,
+    },
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
+    "qwen3_next": {
+        "num_experts": 8, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 48, "num_hidden_layers": 4,
+    },
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from moespeq_cli import console
-from moespeq_cli.options import DEFAULT_ARTIFACTS, Artifacts, Force, Json, Model, model_folder
+from moespeq_cli.options import DEFAULT_ARTIFACTS, Artifacts, DryRun, Force, Json, Model, model_folder
 
 Source = Annotated[
     Path | None,
@@ -41,6 +41,7 @@ def pack(
     shards: Shards = 1,
     encoding: Encoding = "raw",
     verify: Verify = False,
+    dry_run: DryRun = False,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -58,6 +59,9 @@ def pack(
     elif profile == Path("none"):
         profile = None
     source = quantized if quantized is not None else artifacts / "quantized"
+    if dry_run:
+        console.emit(_estimate(folder, model_folder(model), source, profile, shards, encoding), as_json)
+        return
     console.emit(_build(folder, model_folder(model), source, profile, asked, shards, encoding, force), as_json)
 
 
@@ -74,10 +78,12 @@ def _build(
     from moespeq_cli.pack.build import REPORT, build_pack, find_finished
     from moespeq_cli.pack.plan import make_plan
     from moespeq_cli.pack.report import report_lines
+    from runtime.artifacts.manifest import PROGRESS
 
     plan = make_plan(model, quantized, profile, folder, shards, encoding)
     manifest = None if force else find_finished(plan, any_profile=not asked)
     if manifest is not None:
+        (folder / PROGRESS).unlink(missing_ok=True)  # a kill came between manifest and its removal
         striped = "" if manifest.profile_sha256 == plan.profile_sha256 else ", striped without this profile (--force)"
         console.note(f"{folder} is this pack already{striped}; nothing to do")
     else:
@@ -98,6 +104,19 @@ def _build(
         "dense_bytes": plan.dense_bytes,
         "total_bytes": sum(entry.size_bytes for entry in manifest.files.values()),
     }
+
+
+def _estimate(
+    folder: Path, model: str, quantized: Path, profile: Path | None, shards: int, encoding: str
+) -> dict[str, Any]:
+    from moespeq_cli.estimate import estimate_pack
+    from moespeq_cli.pack.plan import make_plan
+
+    plan = make_plan(model, quantized, profile, folder, shards, encoding)
+    estimate = estimate_pack(plan.checkpoint, plan.spec, plan.total_bytes, plan.draft_bytes, encoding != "raw")
+    for line in (*plan.lines(), *estimate.lines()):
+        console.note(line)
+    return estimate.as_json(folder)
 
 
 def _verify(folder: Path, model: str | None, quantized: Path | None) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from moespeq_cli.pack.striping import Routing, read_order, stripe
 from runtime.artifacts.checkpoint import Checkpoint
 from runtime.artifacts.encodings import ENCODINGS, RAW, TargetEncoding
 from runtime.artifacts.gptq_format import effective_group_size
+from runtime.artifacts.gptq_import import open_quantized
 from runtime.artifacts.heat import hot_half
-from runtime.artifacts.manifest import MANIFEST, require_same_model, sha256_file
+from runtime.artifacts.manifest import MANIFEST, sha256_file
 from runtime.artifacts.quantized import LayerFormat, Quantized
 from runtime.artifacts.record import DraftFormat, LinearFormat, RecordLayout, align_up, target_layout
 from runtime.errors import ArtifactError, InputError
@@ -102,6 +103,14 @@ class PackPlan:
             f"target {most}{format_size(self.target_bytes)} ({self.encoding.name}), "
             f"draft {format_size(self.draft_bytes)}, "
             f"dense {format_size(self.dense_bytes)} in {len(self.dense)} tensors",
+            *(
+                ()
+                if self.quantized.is_ours
+                else (
+                    f"drafts made by another program, {self.quantized.folder}; what else it "
+                    "quantised is taken from the model",
+                )
+            ),
             f"to {self.folder}",
         ]
         if self.routing is not None:
@@ -133,8 +142,7 @@ def make_plan(
             found=str(num_shards),
             mend="pass another --shards; the number of drives that hold the pack is usual",
         )
-    source = Quantized.open(quantized, verify=True)
-    require_same_model("quantized", quantized, source.manifest.model_digest, checkpoint.digest)
+    source = open_quantized(quantized, checkpoint, spec)
     routing = load_routing(profile, checkpoint.digest) if profile is not None else None
     shards = stripe(len(spec.moe_layers), spec.num_experts, num_shards, routing)
     return PackPlan(
@@ -142,7 +150,7 @@ def make_plan(
         checkpoint=checkpoint,
         spec=spec,
         quantized=source,
-        quantized_sha256=sha256_file(quantized / MANIFEST),
+        quantized_sha256=source.sha256,
         routing=routing,
         profile_sha256=sha256_file(profile / MANIFEST) if profile is not None else None,
         encoding=ENCODINGS[encoding],

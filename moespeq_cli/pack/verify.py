@@ -11,7 +11,8 @@ import torch
 from moespeq_cli.pack.encode import read_draft, same_bits
 from runtime.artifacts.checkpoint import Checkpoint
 from runtime.artifacts.encodings import RAW
-from runtime.artifacts.manifest import MANIFEST, is_finished, require_same_model, sha256_bytes, sha256_file
+from runtime.artifacts.gptq_import import open_quantized
+from runtime.artifacts.manifest import require_same_model, sha256_bytes, sha256_file
 from runtime.artifacts.pack import Pack, read_pack_header
 from runtime.artifacts.quantized import Quantized
 from runtime.artifacts.record import DraftRecord, target_tensors
@@ -55,10 +56,10 @@ def find_sources(
         if asked:
             require_same_model("pack", pack.folder, pack.manifest.model_digest, checkpoint.digest)
         return None, None
-    if quantized is None or not is_finished(quantized):
+    if quantized is None or not (quantized / "config.json").is_file():
         return checkpoint, None
-    same = sha256_file(quantized / MANIFEST) == pack.manifest.quantized_sha256
-    return checkpoint, Quantized.open(quantized) if same else None
+    source = open_quantized(quantized, checkpoint, pack.spec)
+    return checkpoint, source if source.sha256 == pack.manifest.quantized_sha256 else None
 
 
 def verify_pack(

@@ -121,6 +121,7 @@ def profile(
             rich_help_panel=_TUNING,
         ),
     ] = None,
+    dry_run: options.DryRun = False,
     as_json: options.Json = False,
     force: options.Force = False,
 ) -> None:
@@ -141,10 +142,12 @@ def profile(
     from moespeq_cli.quantize.calibrate import choose_seq_len
     from runtime.artifacts.checkpoint import Checkpoint
     from runtime.model.families import describe
+    from runtime.model.loader import require_supported
     from runtime.model.tokenizer import load_tokenizer
 
     checkpoint = Checkpoint.open(options.model_folder(model))
     spec = describe(checkpoint)
+    require_supported(checkpoint, spec)
     length = choose_seq_len(seq_len, checkpoint.config.get("max_position_embeddings"))
     source, sequences = read_domains(
         data or [], load_tokenizer(checkpoint.folder), samples, length, int(checkpoint.config["vocab_size"])
@@ -168,6 +171,16 @@ def profile(
         probe_problems,
     )
     place = out or artifacts / "profile"
+    if dry_run:
+        from moespeq_cli.estimate import estimate_profile
+
+        tokens, passes = sum(job.domains().values()), 1 if draft is None else 2
+        estimate = estimate_profile(checkpoint, spec, tokens, job.activation_bytes(), job.data_bytes(), passes)
+        _announce(job, place)
+        for line in estimate.lines():
+            console.note(line)
+        console.emit(estimate.as_json(place), as_json)
+        return
     made = find_identical(place, job, force)
     if made is not None:
         console.note(f"{place} holds this profile already; nothing to do (--force makes it again)")

@@ -32,7 +32,8 @@ from runtime.artifacts.manifest import (
 )
 from runtime.artifacts.quantized import Calibration, LayerFormat, QuantizedManifest
 from runtime.errors import ArtifactError, InputError
-from runtime.model.families import LayerExperts, MoeSpec, describe
+from runtime.model.families import LayerExperts, MoeSpec, describe, memory_name
+from runtime.model.loader import require_supported
 from runtime.model.stream import LayerStream, StreamedLayer
 from runtime.model.tokenizer import load_tokenizer
 
@@ -97,6 +98,7 @@ def prepare(options: QuantizeOptions) -> Work:
     if options.out.resolve() == checkpoint.folder.resolve():
         raise InputError(expected="--out apart from the model", found=str(options.out), mend="choose another --out")
     spec = describe(checkpoint)
+    require_supported(checkpoint, spec)
     choice = None
     if options.profile is not None:
         choice = choose_layers(options.profile, options.share, checkpoint.digest)
@@ -141,7 +143,7 @@ def quantize(
         return _already_there(work, say)
     done_bytes = sum(path.stat().st_size for path in out.glob("model-*.safetensors"))
     check_free_space(out, work.plan.disk_bytes - done_bytes, "the quantized model")
-    with claim_output(out, force=options.force):
+    with claim_output(out, force=options.force), write_guard("the quantized model", out):
         journal = Journal(out, work.settings)
         _check_done(out, journal)
         shards = files.Shards.plan(work.checkpoint, work.spec)
@@ -188,7 +190,7 @@ def _copy_dense(work: Work, shards: files.Shards, journal: Journal) -> None:
     for place, names in enumerate(shards.dense):
         step = f"copied {place}"
         if step not in journal.done:
-            tensors = {name: work.checkpoint.read(name) for name in names}
+            tensors = {memory_name(work.spec, name): work.checkpoint.read(name) for name in names}
             _save_shard(work.out, shards.dense_file(place), tensors, journal, step)
 
 
@@ -225,7 +227,7 @@ def _quantize_layers(
     if first:
         say(f"going on at layer {min(first, last)} of {last}")
     quantizer = LayerQuantizer(make_solver(options.solver) if options.method == "gptq" else None, work.device)
-    stream = LayerStream(work.checkpoint, spec, torch.float32)
+    stream = LayerStream(work.checkpoint, spec, torch.float32, head=bool(options.sensitive_layers))
     hidden = stream.embed(work.sequences.ids)
     comparison = Comparison.begin(hidden) if options.sensitive_layers else None
     if first:
@@ -237,6 +239,7 @@ def _quantize_layers(
         layer_id = layer.layer_id
         log = TokenLog(spec.num_experts)
         hidden = layer.forward(hidden, log)
+        layer.forget_copies()
         linears = None
         if layer.experts is not None:
             result, plain = _quantize_layer(work, quantizer, layer, log)

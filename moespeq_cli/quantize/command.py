@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moespeq_cli import console
-from moespeq_cli.options import DEFAULT_ARTIFACTS, Artifacts, Force, Json, Model, model_folder
+from moespeq_cli.options import DEFAULT_ARTIFACTS, Artifacts, DryRun, Force, Json, Model, model_folder
 from runtime.errors import InputError
 
 
@@ -85,6 +85,7 @@ def quantize(
     ] = None,
     device: Annotated[str, typer.Option("--device", help="Where to factorise and sweep: auto, cpu, cuda")] = "auto",
     seed: Annotated[int, typer.Option("--seed", help="Chooses among more text than is wanted")] = 0,
+    dry_run: DryRun = False,
     as_json: Json = False,
     force: Force = False,
 ) -> None:
@@ -120,6 +121,19 @@ def quantize(
         force=force,
     )
     work = build.prepare(options)
+    if dry_run:
+        from moespeq_cli.estimate import estimate_quantize
+        from moespeq_cli.quantize.plan import plan_lines
+
+        plan, tokens = work.plan, work.sequences.tokens
+        result_bytes = plan.dense_bytes + plan.quantized_bytes
+        estimate = estimate_quantize(
+            work.checkpoint, work.spec, tokens, plan.disk_bytes, result_bytes, method == "gptq"
+        )
+        for line in (*plan_lines(plan, options, work.sequences), *estimate.lines()):
+            console.note(line)
+        console.emit(estimate.as_json(options.out), as_json)
+        return
     try:
         with console.progress("layers", work.spec.moe_layers[-1] + 1) as bar:
             manifest = build.quantize(options, console.note, bar.advance, work)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -27,7 +29,8 @@ COMPANIONS = (
 )  # fmt: skip
 # What a loader that quantises more than routed experts has to leave alone, as regular expressions of module names.
 UNQUANTIZED = (
-    r"-:.*\.self_attn\..*", r"-:.*\.shared_experts?(\..*)?$", r"-:.*\.shared_expert_gate$", r"-:.*\.(gate|router)$",
+    r"-:.*\.self_attn\..*", r"-:.*\.shared_experts?(\..*)?$", r"-:.*\.shared_mlp\..*", r"-:.*\.shared_expert_gate$",
+    r"-:.*\.(gate|router)$",
     r"-:.*\.layers\.\d+\.mlp\.(gate|up|down)_proj$", r"-:.*lm_head$",
 )  # fmt: skip
 
@@ -69,7 +72,12 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a safetensors file by rename, on disk before it has its name."""
     part = path.with_name(path.name + ".part")
     with write_guard(path.name, path.parent):
-        save_file(tensors, part, metadata={"format": "pt"})
+        try:
+            save_file(tensors, part, metadata={"format": "pt"})
+        except SafetensorError as error:  # says in words alone what the operating system refused
+            if number := re.search(r"\(os error (\d+)\)", str(error)):
+                raise OSError(int(number[1]), os.strerror(int(number[1])), str(part)) from error
+            raise
         part.chmod(0o644)  # the library leaves it readable to its owner alone
         with part.open("rb") as handle:
             os.fsync(handle.fileno())

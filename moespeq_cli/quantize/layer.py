@@ -17,7 +17,7 @@ from runtime.errors import InputError
 from runtime.model.experts import ExpertMath
 from runtime.model.families import PROJECTIONS, LayerExperts
 
-WORKING_BYTES = 4 << 30  # for Hessians and float32 copies; decides how many experts are solved together
+WORKING_BYTES = 2 << 30  # for Hessians and float32 copies; decides how many experts are solved together
 
 
 @dataclass(slots=True)

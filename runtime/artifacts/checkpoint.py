@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from runtime.artifacts.hub import find_model
 from runtime.artifacts.manifest import sha256_bytes
 from runtime.artifacts.safetensors_file import TensorInfo, as_tensor, pread, read_header
 from runtime.errors import InputError
@@ -45,12 +46,13 @@ class Checkpoint:
         """Open a folder and check every shard that its index names.
 
         Args:
-            folder: a local folder, or the id of a model that the Hub's local cache holds.
+            folder: what `find_model` takes.
 
         Raises:
-            InputError: no such folder, no configuration, a shard that is absent or damaged, a tensor that is missing.
+            StorageError: no room to download it.
+            InputError: no such model, no configuration, a shard that is absent or damaged, a tensor that is missing.
         """
-        place = _find(folder)
+        place = find_model(folder)
         config = _read_object(place / "config.json", "a model folder")
         files, expected = _shards(place)
         tensors: dict[str, TensorInfo] = {}
@@ -107,32 +109,6 @@ class Checkpoint:
         return self.tensors[name]
 
 
-def _find(folder: str | Path) -> Path:
-    place = Path(folder).expanduser()
-    if place.is_dir():
-        return place
-    if place.is_file():
-        raise InputError(expected=f"a model folder at {place}", found="a file", mend="pass the folder that holds it")
-    text = str(folder)
-    if text.count("/") == 1 and not text.startswith((".", "/", "~")):
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-        try:
-            return Path(snapshot_download(text, local_files_only=True))
-        except (LocalEntryNotFoundError, HFValidationError):
-            raise InputError(
-                expected=f"a model folder {text}, or that id in the local Hugging Face cache",
-                found="neither",
-                mend=f"download it first with `hf download {text}`, or pass the path of a local folder",
-            ) from None
-    raise InputError(
-        expected=f"a model folder at {place}",
-        found="no such folder",
-        mend="pass the path of a local model with --model",
-    )
-
-
 def _read_object(path: Path, what: str) -> dict[str, Any]:
     if not path.is_file():
         raise InputError(
@@ -154,7 +130,7 @@ def _shards(folder: Path) -> tuple[list[str], dict[str, str]]:
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise InputError(expected=f"a weight_map in {folder / INDEX}", found="none", mend=MEND)
         for file in weight_map.values():
-            if Path(file).name != file:
+            if Path(file).name != file or not file.isprintable():
                 raise InputError(expected=f"plain file names in {folder / INDEX}", found=repr(file), mend=MEND)
         return sorted(set(weight_map.values())), weight_map
     if (folder / SINGLE).is_file():

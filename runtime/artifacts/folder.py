@@ -60,6 +60,24 @@ def refuse_other_kind(folder: Path, kind: str) -> None:
         )
 
 
+def require_utf8(path: Path) -> None:
+    """Refuse a name that is no UTF-8, or that Python was told to take for something else.
+
+    The libraries that read tokenizers and write safetensors are given names as UTF-8 and know no other.
+
+    Raises:
+        InputError: the name holds other bytes.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            expected="names of folders in UTF-8",
+            found=ascii(str(path)),
+            mend="rename the folder; where its name is UTF-8, set PYTHONUTF8=1 or a UTF-8 locale",
+        ) from None
+
+
 @contextlib.contextmanager
 def claim_output(folder: Path, force: bool = False) -> Iterator[None]:
     """Create an output folder and keep a second process out of it while the body runs.
@@ -69,9 +87,11 @@ def claim_output(folder: Path, force: bool = False) -> Iterator[None]:
         force: remove what an earlier run left there. A removal that was stopped is finished, force or not.
 
     Raises:
+        InputError: the folder's name is no UTF-8.
         ArtifactError: another process is writing there.
         StorageError: the folder cannot be made, locked or cleared.
     """
+    require_utf8(folder)
     path = folder / LOCK
     with _lock(path) as lock:
         try:

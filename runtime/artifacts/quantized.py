@@ -12,7 +12,7 @@ from torch import Tensor
 
 from runtime.artifacts.checkpoint import Checkpoint
 from runtime.artifacts.gptq_format import dequantize, effective_group_size, unpack_linear
-from runtime.artifacts.manifest import FileEntry, check_files, load_manifest
+from runtime.artifacts.manifest import MANIFEST, FileEntry, check_files, is_finished, load_manifest, sha256_file
 from runtime.errors import ArtifactError, InputError
 from runtime.model.families import PROJECTIONS, LayerExperts
 
@@ -132,7 +132,7 @@ class Quantized:
         except InputError as error:
             raise ArtifactError(expected=error.expected, found=error.found, mend=MEND) from error
         artifact = cls(place, manifest, checkpoint)
-        artifact._check_tensors()
+        artifact.check_tensors()
         return artifact
 
     @property
@@ -175,20 +175,41 @@ class Quantized:
 
     def read_layer(self, layer_id: int, dtype: torch.dtype) -> LayerExperts:
         """The dequantised experts of a layer, stacked as `families.read_layer` stacks the source's."""
-        stacks: dict[str, list[Tensor]] = {}
+        stacks: dict[str, Tensor] = {}
+
+        def put(name: str, expert_id: int, tensor: Tensor) -> None:
+            if name not in stacks:
+                stacks[name] = tensor.new_empty(self.manifest.num_experts, *tensor.shape)
+            stacks[name][expert_id] = tensor
+
         for expert_id in range(self.manifest.num_experts):
             for projection in PROJECTIONS:
                 linear = self.linear(layer_id, expert_id, projection)
-                stacks.setdefault(projection, []).append(linear.dequantized(dtype))
+                put(projection, expert_id, linear.dequantized(dtype))
                 if linear.bias is not None:
-                    stacks.setdefault(BIASES[projection], []).append(linear.bias)
-        return LayerExperts(**{name: torch.stack(tensors) for name, tensors in stacks.items()})
+                    put(BIASES[projection], expert_id, linear.bias)
+        return LayerExperts(**stacks)
 
     def _shape(self, projection: str) -> tuple[int, int]:
         hidden, inner = self.manifest.hidden_size, self.manifest.moe_intermediate_size
         return (hidden, inner) if projection == "down_proj" else (inner, hidden)
 
-    def _check_tensors(self) -> None:
+    @property
+    def is_ours(self) -> bool:
+        """Whether `moespeq quantize` made it."""
+        return is_finished(self.folder)
+
+    @property
+    def sha256(self) -> str:
+        """What names it: the digest of its manifest, which holds those of its files; of other programs' the model's."""
+        return sha256_file(self.folder / MANIFEST) if self.is_ours else self.checkpoint.digest
+
+    def check_tensors(self) -> None:
+        """Refuse a folder with an expert's tensor missing, or one too many.
+
+        Raises:
+            ArtifactError: naming them.
+        """
         expected = {
             f"{linear_name(layer_id, expert_id, projection)}.{part}"
             for layer_id in self.moe_layers

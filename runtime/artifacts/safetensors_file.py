@@ -12,6 +12,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,9 +61,12 @@ def read_header(path: Path, mend: str) -> dict[str, TensorInfo]:
     Raises:
         InputError: absent, empty, a pointer file, cut short, longer than its header says, or not of the format.
     """
-    if not path.is_file():
+    try:
+        size = path.stat().st_size if path.is_file() else None
+    except (OSError, ValueError):  # such as for a name that is too long, or holds a zero
+        size = None
+    if size is None:
         raise InputError(expected=f"a file {path}", found="no such file", mend=mend)
-    size = path.stat().st_size
     if size == 0:
         raise InputError(expected=f"a safetensors file {path}", found="a file of length 0", mend=mend)
     with path.open("rb") as handle:
@@ -90,22 +94,13 @@ def read_header(path: Path, mend: str) -> dict[str, TensorInfo]:
 
 def _parse(path: Path, raw: bytes, base: int, mend: str) -> dict[str, TensorInfo]:
     try:
-        header = json.loads(raw)
-        entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
-        infos = [
-            TensorInfo(
-                name,
-                path.name,
-                str(entry["dtype"]),
-                tuple(int(n) for n in entry["shape"]),
-                base + int(entry["data_offsets"][0]),
-                base + int(entry["data_offsets"][1]),
-            )
-            for name, entry in entries
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        header = json.loads(raw, object_pairs_hook=_once)
+        if not _are_strings(header.pop("__metadata__", {})):
+            raise ValueError("metadata that is not text")
+        infos = [_info(path, base, name, entry) for name, entry in header.items()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
-            expected=f"{path} with a safetensors header", found=f"{type(error).__name__}: {error}", mend=mend
+            expected=f"{path} with a safetensors header", found=f"{type(error).__name__}: {error}"[:300], mend=mend
         ) from None
     place = base
     for info in sorted(infos, key=lambda info: (info.start, info.end)):
@@ -122,6 +117,30 @@ def _parse(path: Path, raw: bytes, base: int, mend: str) -> dict[str, TensorInfo
             )
         place = info.end
     return {info.name: info for info in infos}
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose names differ; of equal ones, readers disagree which counts."""
+    if len({name for name, _ in pairs}) != len(pairs):
+        raise ValueError("a name that is there twice")
+    return dict(pairs)
+
+
+def _are_strings(metadata: Any) -> bool:
+    return metadata is None or all(isinstance(value, str) for value in dict.values(metadata))
+
+
+def _info(path: Path, base: int, name: str, entry: dict[str, Any]) -> TensorInfo:
+    if set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{name} with {', '.join(sorted(entry))}")
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    for numbers in (shape, offsets):
+        if type(numbers) is not list or any(type(number) is not int or not 0 <= number < 1 << 63 for number in numbers):
+            raise ValueError(f"{name} with {numbers!r:.60} for whole numbers")
+    if type(entry["dtype"]) is not str or len(offsets) != 2:
+        raise ValueError(f"{name} with dtype {entry['dtype']!r:.40} and {len(offsets)} offsets")
+    name.encode()
+    return TensorInfo(name, path.name, entry["dtype"], tuple(shape), base + offsets[0], base + offsets[1])
 
 
 def pread(path: Path, start: int, size: int) -> bytearray:

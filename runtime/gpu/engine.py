@@ -142,7 +142,7 @@ def plan_activation(pack: Pack) -> Activation:
     from runtime.model import loader
     from runtime.model.experts import ExpertMath, find_experts
 
-    model = loader.build(pack.config_folder, torch.bfloat16)
+    model = loader.build(pack.config_folder, torch.bfloat16, pack.spec)
     module = find_experts(loader.decoder_layers(model)[pack.spec.moe_layers[0]])
     assert module is not None
     return activation_of(ExpertMath(module))

@@ -60,7 +60,7 @@ class DeviceModel:
     ) -> None:
         attention.register()
         self.spec, self.device, self.capacity = spec, device, capacity
-        self.model = loader.build(config_folder, torch.bfloat16, attention.NAME)
+        self.model = loader.build(config_folder, torch.bfloat16, spec, attention.NAME)
         loader.load_dense(self.model, spec, lambda name: read(name).to(device), names)
         for module in self.model.modules():
             for name, buffer in module._buffers.items():

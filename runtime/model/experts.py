@@ -29,7 +29,7 @@ def register() -> None:
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _dispatch)
 
 
-def _dispatch(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *_: Any) -> Tensor:
+def _dispatch(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     compute: Compute = module.compute  # type: ignore[assignment]
     return compute(hidden, top_k_index, top_k_weights)
 

@@ -58,10 +58,16 @@ class Family:
     interleaved: bool = False  # experts fused on disk, transposed, gate and up alternating, with biases
     renames: tuple[tuple[str, str], ...] = ()  # patterns of names on disk and what they are in memory
     expert_size_keys: tuple[str, ...] = ("moe_intermediate_size", "intermediate_size")
-    routers: tuple[str, ...] = ("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.router.weight")
+    routers: tuple[str, ...] = (
+        "mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.router.weight", "mlp.gate.wg.weight",
+    )  # fmt: skip
 
 
 _BLOCK_SPARSE = (r"\.block_sparse_moe\.", ".mlp.")
+_GRANITE = Family(
+    renames=((r"\.block_sparse_moe\.router\.layer\.weight$", ".block_sparse_moe.router.weight"),),
+    expert_size_keys=("intermediate_size",),
+)
 FAMILIES: dict[str, Family] = {
     "mixtral": Family(renames=(_BLOCK_SPARSE,), expert_size_keys=("intermediate_size",)),
     "minimax_m2": Family(renames=(_BLOCK_SPARSE,), expert_size_keys=("intermediate_size",)),
@@ -71,10 +77,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmoe": Family(expert_size_keys=("intermediate_size",)),
     "gpt_oss": Family(interleaved=True, expert_size_keys=("intermediate_size",)),
-    "granitemoe": Family(
-        renames=((r"\.block_sparse_moe\.router\.layer\.weight$", ".block_sparse_moe.router.weight"),),
-        expert_size_keys=("intermediate_size",),
-    ),
+    "granitemoe": _GRANITE,
+    "granitemoeshared": _GRANITE,
+    "ernie4_5_moe": Family(renames=((r"\.mlp\.moe_statics\.", ".mlp.gate.moe_statics."),)),
+    "exaone_moe": Family(renames=((r"\.mlp\.e_score_correction_bias$", ".mlp.gate.e_score_correction_bias"),)),
+    "afmoe": Family(routers=("mlp.router.gate.weight",)),
 }
 
 
@@ -154,7 +161,7 @@ def describe(checkpoint: Checkpoint) -> MoeSpec:
     config = checkpoint.config
     model_type = str(config.get("model_type", ""))
     num_experts = _first(config, ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"))
-    top_k = _first(config, ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k"))
+    top_k = _first(config, ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k"))
     if not num_experts or not top_k:
         raise InputError(
             expected="a Mixture-of-Experts model (num_experts and num_experts_per_tok in its config.json)",
@@ -162,44 +169,90 @@ def describe(checkpoint: Checkpoint) -> MoeSpec:
             mend="pass a Mixture-of-Experts model, such as Qwen1.5-MoE, Mixtral or OLMoE",
         )
     _check_attention(config, model_type)
+    num_layers, hidden_size = (_whole(config, name, checkpoint) for name in ("num_hidden_layers", "hidden_size"))
     family = FAMILIES.get(model_type, Family())
     index, layers = _find_layout(checkpoint, family)
-    num_layers = int(config["num_hidden_layers"])
     layers = [layer for layer in layers if layer < num_layers]  # next-token-prediction layers beyond the model stay out
     if not layers:
+        named = next((name for name in checkpoint.tensors if ".experts." in name), None)
         raise InputError(
             expected=f"routed experts in at least one of the {num_layers} layers of {checkpoint.folder}",
-            found=f"none: every layer of this {model_type} is dense, or names its experts in a way that is not known",
-            mend="a model without routed experts needs no moespeq; run it with transformers",
+            found=f"none: every layer of this {model_type} is dense"
+            if named is None
+            else f"none under a name that is known; this {model_type} has {named}",
+            mend="run it with transformers; docs/models.md lists the families, and how one is added",
         )
     layout = INTERLEAVED if index < 0 else LAYOUTS[index]
+    _check_counts(checkpoint, num_layers, num_experts, top_k)
     has_bias = layout.kind == "interleaved"
     size = _first(config, family.expert_size_keys)
-    probe = MoeSpec(
-        model_type, num_layers, tuple(layers), num_experts, top_k, int(config["hidden_size"]), size, "", has_bias, index
-    )
+    probe = MoeSpec(model_type, num_layers, tuple(layers), num_experts, top_k, hidden_size, size, "", has_bias, index)
     dtype = _check_experts(checkpoint, probe)
     _check_routers(checkpoint, probe)
     return MoeSpec(**{f.name: getattr(probe, f.name) for f in fields(MoeSpec)} | {"dtype": dtype})
 
 
-_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
 def _check_attention(config: dict[str, Any], model_type: str) -> None:
-    """Refuse models whose layers keep a state that is not keys and values: a drafted token could not be taken back."""
-    kinds = config.get("layer_types") or []
-    others = sorted({str(kind) for kind in kinds} - set(_ATTENTION)) if isinstance(kinds, list) else []
-    if others or model_type == "qwen3_next":
+    """Refuse what config.json says outright to keep other state than keys and values; the library knows of the rest."""
+    kinds = config.get("layer_types")
+    others = sorted({str(kind) for kind in kinds} - ATTENTION_KINDS) if isinstance(kinds, list) else []
+    if others:
+        raise state_refusal(model_type, ", ".join(others))
+
+
+def state_refusal(model_type: str, kinds: str) -> InputError:
+    """The refusal of a model whose layers keep more than keys and values."""
+    return InputError(
+        expected="a model whose layers all have attention over keys and values",
+        found=f"{model_type} with {kinds} layers",
+        mend="use a model without linear attention (or run this one with transformers): speculation over recurrent "
+        "state is not supported",
+    )
+
+
+_NUMBERED = re.compile(r"\.layers\.(\d+)\.")
+
+
+def _check_counts(checkpoint: Checkpoint, num_layers: int, num_experts: int, top_k: int) -> None:
+    """Refuse counts that the tensors belie before anything is made as often as they say."""
+    layers = {match[1] for name in checkpoint.tensors if (match := _NUMBERED.search(name))}
+    rows = max((info.shape[0] for info in checkpoint.tensors.values() if info.shape), default=0)
+    facts = (
+        ("num_hidden_layers", num_layers, len(layers), "layers have tensors"),
+        (
+            "the number of experts",
+            num_experts,
+            max(rows, len(checkpoint.tensors)),
+            "are the most that there is room for",
+        ),
+        ("the number of experts of a token", top_k, num_experts, "are in a layer"),
+    )
+    for name, said, most, why in facts:
+        if not 1 <= said <= most:
+            raise InputError(
+                expected=f"{name} from 1 to {most} in the config.json of {checkpoint.folder}, for {most} {why}",
+                found=str(said)[:40],
+                mend="use the config.json that belongs to these weights",
+            )
+
+
+def _whole(config: dict[str, Any], name: str, checkpoint: Checkpoint) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(
-            expected="a model whose layers all have attention over keys and values",
-            found=f"{model_type} with {', '.join(others) or 'linear_attention'} layers",
-            mend="use a model without linear attention; speculation over recurrent state is not supported",
+            expected=f"{name} above 0 in the config.json of {checkpoint.folder}",
+            found=f"{value!r:.60}",
+            mend="pass a language model of one stack of decoder layers",
         )
+    return value
 
 
 def _first(config: dict[str, Any], names: tuple[str, ...]) -> int:
-    return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
+    found = (config.get(name) for name in names)
+    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), 0)
 
 
 def _find_layout(checkpoint: Checkpoint, family: Family) -> tuple[int, list[int]]:
@@ -323,9 +376,14 @@ def read_expert(checkpoint: Checkpoint, spec: MoeSpec, layer_id: int, expert_id:
 
 
 def read_layer(checkpoint: Checkpoint, spec: MoeSpec, layer_id: int) -> LayerExperts:
-    """All experts of a layer in canonical form, stacked along a leading [E]."""
-    experts = [read_expert(checkpoint, spec, layer_id, expert_id).named() for expert_id in range(spec.num_experts)]
-    return LayerExperts(**{name: torch.stack([expert[name] for expert in experts]) for name in experts[0]})
+    """All experts of a layer in canonical form, stacked along a leading [E]; one at a time is in memory twice."""
+    stacks: dict[str, Tensor] = {}
+    for expert_id in range(spec.num_experts):
+        for name, tensor in read_expert(checkpoint, spec, layer_id, expert_id).named().items():
+            if name not in stacks:
+                stacks[name] = tensor.new_empty(spec.num_experts, *tensor.shape)
+            stacks[name][expert_id] = tensor
+    return LayerExperts(**stacks)
 
 
 def to_disk_tensors(spec: MoeSpec, layer_id: int, experts: LayerExperts) -> dict[str, Tensor]:

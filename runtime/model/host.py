@@ -71,7 +71,7 @@ class Host:
         """
         self.spec = spec
         self.dtype = dtype
-        self.model = loader.build(config_folder, dtype)
+        self.model = loader.build(config_folder, dtype, spec)
         loader.load_dense(self.model, spec, read, names)
         self._mode = rowwise.RowMode()
         self._backend: ExpertBackend | None = None

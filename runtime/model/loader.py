@@ -11,27 +11,64 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runtime.artifacts.checkpoint import Checkpoint
 from runtime.errors import InputError
 from runtime.model import experts
-from runtime.model.families import MoeSpec, memory_name
+from runtime.model.families import MoeSpec, dense_names, memory_name
+from runtime.model.support import check_model
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
-def build(config_folder: Path, dtype: torch.dtype, attention: str | None = None) -> Any:
+def build(config_folder: Path, dtype: torch.dtype, spec: MoeSpec, attention: str | None = None) -> Any:
     """A causal language model of the library on the meta device, its routed experts without parameters.
 
     Args:
         config_folder: holds config.json.
         dtype: of the arithmetic; parameters that the library keeps in float32 stay so.
+        spec: what the checkpoint holds.
         attention: name of a registered attention function; the library chooses otherwise.
 
     Returns:
         The model, in evaluation mode. Buffers that no checkpoint stores (rotary frequencies) are real.
 
     Raises:
-        InputError: transformers does not know the family, or its experts are not the fused kind.
+        InputError: transformers does not know the family, or it is not one that the stages can run.
     """
+    model = _on_meta(config_folder, dtype, attention)
+    check_model(model, spec)
+    _restore_buffers(model)
+    for layer in decoder_layers(model):
+        module = experts.find_experts(layer)
+        if module is not None:
+            experts.empty(module)
+    return model.eval()
+
+
+def require_supported(checkpoint: Checkpoint, spec: MoeSpec) -> None:
+    """Refuse, before any work, a model that could not be built or filled; no weight is read or allocated.
+
+    Raises:
+        InputError: as `build` and `load_dense`.
+    """
+    model = _on_meta(checkpoint.folder, torch.float32)
+    check_model(model, spec)
+    memory = {memory_name(spec, name): name for name in dense_names(checkpoint, spec)}
+    places = [(name, *_place(model, name, "")) for name in memory]
+    _refuse_unknown(spec, [memory[name] for name, table, _ in places if table is None and not _ignorable(name, spec)])
+    for name, table, leaf in places:
+        if table is not None:
+            _check_shape(memory[name], checkpoint.tensors[memory[name]].shape, table[leaf])
+    wanted = {name for name in model.state_dict() if not any(part in name for part in _EXPERTS)}
+    if getattr(model.config, "tie_word_embeddings", False):
+        wanted.discard("lm_head.weight")
+    _refuse_missing(sorted(wanted - set(memory)))
+
+
+_EXPERTS = tuple(f".experts.{name}" for name in experts.PARAMETERS)
+
+
+def _on_meta(config_folder: Path, dtype: torch.dtype, attention: str | None = None) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     experts.register()
@@ -41,21 +78,15 @@ def build(config_folder: Path, dtype: torch.dtype, attention: str | None = None)
             del config.quantization_config
         named = {} if attention is None else {"attn_implementation": attention}
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            return AutoModelForCausalLM.from_config(
                 config, dtype=dtype, experts_implementation=experts.IMPLEMENTATION, **named
             )
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except Exception as error:  # whatever a configuration makes of the library's code
         raise InputError(
             expected=f"a model that this transformers can build from {config_folder / 'config.json'}",
             found=f"{type(error).__name__}: {str(error)[:300]}",
             mend="check config.json, or upgrade transformers for a newer family",
         ) from error
-    _restore_buffers(model)
-    for layer in decoder_layers(model):
-        module = experts.find_experts(layer)
-        if module is not None:
-            experts.empty(module)
-    return model.eval()
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
@@ -125,27 +156,39 @@ def _assign(
 ) -> None:
     unknown = []
     for memory, disk in names.items():
-        owner_name, _, leaf = memory.removeprefix(prefix).rpartition(".")
-        try:
-            owner = module.get_submodule(owner_name)
-        except AttributeError:
-            owner = None
-        tables: list[dict[str, Any]] = [] if owner is None else [owner._parameters, owner._buffers]
-        table = next((t for t in tables if leaf in t), None)
-        slot = table[leaf] if table is not None else None
-        if table is None or slot is None:
+        table, leaf = _place(module, memory, prefix)
+        if table is None:
             if not _ignorable(memory, spec):
                 unknown.append(disk)
             continue
-        tensor = read(disk)
-        if tensor.shape != slot.shape:
-            raise InputError(
-                expected=f"{disk} of shape {list(slot.shape)}, as config.json says",
-                found=str(list(tensor.shape)),
-                mend="use the config.json that belongs to these weights",
-            )
+        tensor, slot = read(disk), table[leaf]
+        _check_shape(disk, tuple(tensor.shape), slot)
         tensor = tensor.to(slot.dtype)
         table[leaf] = nn.Parameter(tensor, requires_grad=False) if isinstance(slot, nn.Parameter) else tensor
+    _refuse_unknown(spec, unknown)
+
+
+def _place(module: nn.Module, memory: str, prefix: str) -> tuple[dict[str, Any] | None, str]:
+    """The table of parameters or buffers in which a tensor has its place, None where it has none, and its key there."""
+    owner_name, _, leaf = memory.removeprefix(prefix).rpartition(".")
+    try:
+        owner = module.get_submodule(owner_name)
+    except AttributeError:
+        return None, leaf
+    tables: list[dict[str, Any]] = [owner._parameters, owner._buffers]
+    return next((table for table in tables if table.get(leaf) is not None), None), leaf
+
+
+def _check_shape(disk: str, shape: tuple[int, ...], slot: Tensor) -> None:
+    if tuple(slot.shape) != tuple(shape):
+        raise InputError(
+            expected=f"{disk} of shape {list(slot.shape)}, as config.json says",
+            found=str(list(shape)),
+            mend="use the config.json that belongs to these weights",
+        )
+
+
+def _refuse_unknown(spec: MoeSpec, unknown: list[str]) -> None:
     if unknown:
         raise InputError(
             expected=f"only tensors that a {spec.model_type} model of this transformers has",
@@ -163,7 +206,10 @@ def _ignorable(name: str, spec: MoeSpec) -> bool:
 
 def _require_real(module: nn.Module, prefix: str) -> None:
     named: Iterator[tuple[str, Tensor]] = iter([*module.named_parameters(), *module.named_buffers()])
-    missing = [prefix + name for name, tensor in named if tensor.is_meta]
+    _refuse_missing([prefix + name for name, tensor in named if tensor.is_meta])
+
+
+def _refuse_missing(missing: list[str]) -> None:
     if missing:
         raise InputError(
             expected="a value for every tensor of the model",

@@ -100,6 +100,10 @@ class StreamedLayer:
         output: Tensor = (result[0] if isinstance(result, tuple) else result)[0]
         return output
 
+    def forget_copies(self) -> None:
+        """Give back the copies of the experts in the arithmetic's type; a next pass makes them again."""
+        self._ready.clear()
+
     def drop(self) -> None:
         """Give the layer's memory back. The model keeps its module, so nothing large may hang on that."""
         self.experts = None
@@ -159,23 +163,30 @@ class _Catcher(nn.Module):
 
 
 class LayerStream:
-    """A model of which one decoder layer at a time is in memory, with the embedding and the head."""
+    """A model of which one decoder layer at a time is in memory, with the head where it is wanted."""
 
-    def __init__(self, checkpoint: Checkpoint, spec: MoeSpec, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, spec: MoeSpec, dtype: torch.dtype = torch.float32, head: bool = True
+    ) -> None:
+        """Build the model; of its weights, only the final norm and the head are read, for `logits`, if `head`."""
         self.checkpoint = checkpoint
         self.spec = spec
         self.dtype = dtype
         set_threads(0, spec.expert_parameters * dtype.itemsize)
         self._names = dense_names(checkpoint, spec)
-        self._model = loader.build(checkpoint.folder, dtype)
+        self._model = loader.build(checkpoint.folder, dtype, spec)
         self._layers = loader.decoder_layers(self._model)
         self._arguments: list[list[dict[str, Any]]] = []
-        for prefix in ("model.embed_tokens", "model.norm", "lm_head"):
-            tied = prefix == "lm_head" and getattr(self._model.config, "tie_word_embeddings", False)
-            if tied:
-                self._model.lm_head.weight = self._model.model.embed_tokens.weight
-            else:
-                loader.load_module(self._model.get_submodule(prefix), prefix, spec, checkpoint.read, self._names)
+        self._tied = head and bool(getattr(self._model.config, "tie_word_embeddings", False))
+        if self._tied:
+            self._load("model.embed_tokens")
+            self._model.lm_head.weight = self._model.model.embed_tokens.weight
+        for prefix in ("model.norm", *(() if self._tied else ("lm_head",))) if head else ():
+            self._load(prefix)
+
+    def _load(self, prefix: str) -> None:
+        module = self._model.get_submodule(prefix)
+        loader.load_module(module, prefix, self.spec, self.checkpoint.read, self._names)
 
     def arguments(self, sequence: int, layer_id: int) -> dict[str, Any]:
         """With what the model calls a layer for one sequence: masks, positions, rotary tables."""
@@ -183,7 +194,7 @@ class LayerStream:
 
     @torch.no_grad()
     def embed(self, input_ids: list[Tensor]) -> list[Tensor]:
-        """Hidden states before the first layer.
+        """Hidden states before the first layer; the embedding is in memory meanwhile.
 
         Args:
             input_ids: one int64 [T_i] a sequence.
@@ -193,6 +204,8 @@ class LayerStream:
         """
         self._arguments = [[] for _ in input_ids]
         hidden = []
+        if not self._tied:
+            self._load("model.embed_tokens")
         real = self._model.model.layers
         norm, self._model.model.norm = self._model.model.norm, nn.Identity()
         try:
@@ -202,6 +215,8 @@ class LayerStream:
         finally:
             self._model.model.layers = real
             self._model.model.norm = norm
+            if not self._tied:
+                loader.drop_module(self._model.model.embed_tokens)
         return hidden
 
     def layers(self, order: Iterable[int] | None = None) -> Iterator[StreamedLayer]:

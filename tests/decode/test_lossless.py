@@ -61,31 +61,6 @@ def test_same_ids_and_bits_in_every_way(pack_of: PackOf, kind: str, dtype: torch
     same()
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_float32_ids_are_those_of_the_library(pack_of: PackOf, kind: str) -> None:
-    from transformers import AutoModelForCausalLM
-
-    pack = pack_of(kind, torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(pack.folder.parent / "model", dtype=torch.float32).eval()
-    for length in PROMPTS:
-        prompt = prompt_of(length)
-        whole = model.generate(
-            torch.tensor([prompt]), max_new_tokens=COUNT, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        assert whole[0, length:].tolist() == reference(pack, length).tokens
-        assert whole[0, length:].tolist() == decode(pack, prompt, COUNT, prefetch_window=6, verify_window=3).tokens
-
-
-def test_sliding_window_of_mixtral_is_kept_row_by_row(tmp_path: Any) -> None:
-    """A window that ends inside a verified block: each row hides another first key."""
-    pack = build(tmp_path, "mixtral", sliding_window=8)
-    other = build(tmp_path / "full", "mixtral", sliding_window=None)
-    for length in (5, 30):
-        alone = reference(pack, length)
-        assert_same(decode(pack, prompt_of(length), COUNT, **way(8, 7, 4)), alone)
-        assert alone.tokens != reference(other, length).tokens
-
-
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "granitemoe", "phimoe", "qwen3_moe"])
 def test_other_families_too(pack_of: PackOf, kind: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):

@@ -16,7 +16,9 @@ from runtime.artifacts.checkpoint import Checkpoint
 from runtime.artifacts.manifest import FileEntry, save_manifest
 from runtime.artifacts.pack import Pack
 from runtime.artifacts.profile import ProfileManifest
-from runtime.model.families import describe
+from runtime.artifacts.safetensors_file import pread
+from runtime.memory.location import RecordLocation
+from runtime.model.families import LayerExperts, describe
 
 
 def save_quantized(model: Path, folder: Path, group_size: int = 32, wide_layers: Sequence[int] = ()) -> Path:
@@ -49,6 +51,26 @@ def make_pack(
     """Build a pack and open it."""
     build_pack(plan_for(model, quantized, out, shards, profile, encoding))
     return Pack.open(out)
+
+
+def read_record(location: RecordLocation) -> torch.Tensor:
+    return torch.frombuffer(pread(location.path, location.offset_bytes, location.padded_bytes), dtype=torch.uint8)
+
+
+def unpack_layer(pack: Pack, layer_id: int) -> LayerExperts:
+    """A layer's experts out of their target records."""
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for expert_id in range(pack.spec.num_experts):
+        key = (layer_id, expert_id)
+        decoded = pack.decode_target(key, read_record(pack.target_location(key)))
+        gate, up = decoded["gate_up"].chunk(2)
+        parts = {"gate_proj": gate, "up_proj": up, "down_proj": decoded["down"]}
+        if "gate_up_bias" in decoded:
+            parts["gate_bias"], parts["up_bias"] = decoded["gate_up_bias"].chunk(2)
+            parts["down_bias"] = decoded["down_bias"]
+        for name, tensor in parts.items():
+            stacks.setdefault(name, []).append(tensor)
+    return LayerExperts(**{name: torch.stack(tensors) for name, tensors in stacks.items()})
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -51,6 +51,13 @@ def test_prints_the_path_and_says_first_what_it_will_do(model: Path, artifacts: 
     assert "is this pack already" in again.stderr
 
 
+def test_a_pack_killed_after_its_manifest_is_tidied_by_the_next_command(model: Path, artifacts: Path) -> None:
+    call("--model", model, "--artifacts", artifacts)
+    (artifacts / "pack" / "progress.json").write_text('{"settings": {}, "done": {}}')
+    assert call("--model", model, "--artifacts", artifacts).exit_code == 0
+    assert not (artifacts / "pack" / "progress.json").exists()
+
+
 def test_a_profile_that_turned_up_since_leaves_a_finished_pack(model: Path, artifacts: Path) -> None:
     """The embedded model's first run packs before anything is profiled; the four commands must work after it."""
     call("--model", model, "--artifacts", artifacts)

@@ -16,30 +16,10 @@ from runtime.artifacts.pack import Pack
 from runtime.artifacts.quantized import KeptLinear, Quantized, QuantizedLinear
 from runtime.artifacts.record import unpack_codes
 from runtime.artifacts.safetensors_file import pread
-from runtime.memory.location import ExpertKey, RecordLocation
-from runtime.model.families import LayerExperts, dense_names, describe, expert_tensor_names, read_layer, to_disk_tensors
-from tests.pack.fixtures import make_pack, save_quantized
+from runtime.memory.location import ExpertKey
+from runtime.model.families import dense_names, describe, expert_tensor_names, read_layer, to_disk_tensors
+from tests.pack.fixtures import make_pack, read_record, save_quantized, unpack_layer
 from tests.tiny import KINDS, make_model, save_model, save_tiny, save_tokenizer
-
-
-def read_record(location: RecordLocation) -> torch.Tensor:
-    return torch.frombuffer(pread(location.path, location.offset_bytes, location.padded_bytes), dtype=torch.uint8)
-
-
-def unpack_layer(pack: Pack, layer_id: int) -> LayerExperts:
-    """A layer's experts out of their target records."""
-    stacks: dict[str, list[torch.Tensor]] = {}
-    for expert_id in range(pack.spec.num_experts):
-        key = (layer_id, expert_id)
-        decoded = pack.decode_target(key, read_record(pack.target_location(key)))
-        gate, up = decoded["gate_up"].chunk(2)
-        parts = {"gate_proj": gate, "up_proj": up, "down_proj": decoded["down"]}
-        if "gate_up_bias" in decoded:
-            parts["gate_bias"], parts["up_bias"] = decoded["gate_up_bias"].chunk(2)
-            parts["down_bias"] = decoded["down_bias"]
-        for name, tensor in parts.items():
-            stacks.setdefault(name, []).append(tensor)
-    return LayerExperts(**{name: torch.stack(tensors) for name, tensors in stacks.items()})
 
 
 def assert_gives_back(pack: Pack, model: Path) -> None:

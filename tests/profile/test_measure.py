@@ -11,7 +11,6 @@ import torch
 
 from moespeq_cli.profile.measure import Measurement, TextSequence, in_turn, measure
 from runtime.artifacts.checkpoint import Checkpoint
-from runtime.model.experts import find_experts
 from runtime.model.families import LayerExperts, MoeSpec, describe, read_layer
 from runtime.model.stream import LayerStream
 from tests import tiny
@@ -40,35 +39,6 @@ def texts(*lengths: int, domain: str = "a", seed: int = 0) -> list[TextSequence]
 def run(folder: Path, sequences: list[TextSequence], draft: Any = None, **options: Any) -> Measurement:
     checkpoint = Checkpoint.open(folder)
     return measure(LayerStream(checkpoint, describe(checkpoint)), sequences, draft, **options)
-
-
-@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "olmoe", "phimoe", "deepseek_v3", "gpt_oss", "granitemoe"])
-def test_trace_is_the_librarys_own_routing(kind: str, tmp_path: Path) -> None:
-    """A hook on transformers' experts sees the same sets, token by token, in every layer with experts."""
-    from transformers import AutoModelForCausalLM
-
-    tiny.save_tiny(kind, tmp_path)
-    sequences = texts(3, 17, 40)
-    measured = run(tmp_path, sequences)
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    seen: list[torch.Tensor] = []
-
-    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append(args[1] if len(args) > 1 else kwargs["top_k_index"])
-
-    for layer in reference.model.layers:
-        experts = find_experts(layer)
-        if experts is not None:
-            experts.register_forward_pre_hook(hook, with_kwargs=True)
-    spec = describe(Checkpoint.open(tmp_path))
-    for sequence, start in zip(sequences, measured.tensors["trace_starts"].tolist(), strict=True):
-        seen.clear()
-        with torch.no_grad():
-            reference(sequence.input_ids[None])
-        ours = measured.tensors["trace"][start : start + len(sequence.input_ids)].long()
-        theirs = torch.stack(seen, dim=1)
-        assert torch.equal(ours.sort(-1).values, theirs.sort(-1).values)
-    assert measured.tensors["counts"].sum(-1).tolist() == [[60 * spec.top_k] * len(spec.moe_layers)]
 
 
 def test_ten_known_tokens_count_top_k_times_in_every_layer(model: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from runtime.artifacts.checkpoint import Checkpoint
 from runtime.artifacts.quantized import KeptLinear, Quantized, QuantizedLinear, linear_name
 from runtime.errors import InputError
-from runtime.model.families import PROJECTIONS, dense_names, describe, read_expert, read_layer
+from runtime.model.families import PROJECTIONS, dense_names, describe, memory_name, read_expert, read_layer
 from tests.quantize.conftest import Quantize
 from tests.tiny import KINDS, make_model, save_model, save_tiny
 
@@ -40,8 +40,9 @@ def test_every_routed_linear_is_quantised_and_all_else_is_the_source(kind: str, 
     assert per_layer == [manifest.calibration.tokens * spec.top_k] * len(spec.moe_layers)
 
     dense = dense_names(source, spec)
-    assert all(source.sha256(name) == quantized.checkpoint.sha256(name) for name in dense)
-    assert all(source.tensors[name].dtype == quantized.checkpoint.tensors[name].dtype for name in dense)
+    library = {name: memory_name(spec, name) for name in dense}  # as transformers' model calls them, for other readers
+    assert all(source.sha256(name) == quantized.checkpoint.sha256(library[name]) for name in dense)
+    assert all(source.tensors[name].dtype == quantized.checkpoint.tensors[library[name]].dtype for name in dense)
     parts = 5 if spec.has_bias else 4
     assert len(quantized.checkpoint.tensors) == len(dense) + expected * parts
 
