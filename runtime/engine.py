@@ -153,6 +153,7 @@ class BaseEngine(ABC):
                 self._check_current(text)
         finally:
             self.stats.total_s += time.perf_counter() - started
+            self.cache.rest()
 
     def _begin(self, request: Request) -> int:
         """Check a request and start its KV cache; returns how many tokens may be generated."""

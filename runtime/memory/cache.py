@@ -171,6 +171,21 @@ class ExpertCache:
                 self._may_start = False
                 self._start_copies()
 
+    def rest(self) -> None:
+        """Note all copies under way as they arrive and start no other: before a pause in which nobody polls.
+
+        Without it a copy that arrives in the pause would count as under way up to the next poll.
+        """
+        with self._lock:
+            while self._copies is not None and self._queue.in_flight and not self._closed:
+                self._fly()
+                for transfer in list(self._queue.in_flight.values()):
+                    if (landing := self._landing(transfer)) is not None:
+                        landing.wait()
+                        self._may_start = True
+                        self._report(transfer, landing.num_bytes)
+                        self._landings.pop(transfer.key, None)
+
     def close(self) -> None:
         """Drop what is queued, wait for reads in flight, end the threads. Streams still waiting raise."""
         with self._lock:

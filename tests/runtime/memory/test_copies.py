@@ -1,8 +1,9 @@
-"""A cache whose copies are started and seen by the thread that uses it: interrupts and refusals."""
+"""A cache whose copies are started and seen by the thread that uses it: interrupts, refusals, pauses."""
 
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 
 import pytest
@@ -66,10 +67,6 @@ def get(cache: ExpertCache, keys: list[ExpertKey]) -> None:
             assert bytes(cache._pool.tensor(slot)[:2].tolist()) == content(key)
 
 
-def interrupt(*_: object) -> None:
-    signal.raise_signal(signal.SIGINT)
-
-
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("where", ["start", "take", "settle", "loaded"])
 @pytest.mark.parametrize("cause", ["demand", "prefetch"])
@@ -85,7 +82,7 @@ def test_an_interrupt_amid_a_copy_leaves_a_cache_that_goes_on(
         def interrupted(*arguments: object) -> object:
             found = whole(*arguments)
             monkeypatch.setattr(copies if where == "start" else place[where], where, whole)
-            interrupt()
+            signal.raise_signal(signal.SIGINT)
             return found
 
         monkeypatch.setattr(copies if where == "start" else place[where], where, interrupted)
@@ -116,6 +113,30 @@ def test_a_copy_that_cannot_start_is_an_error_of_those_who_wait() -> None:
             get(cache, [A, B])
         get(cache, [A, C])
         assert not cache._residency.pins and not cache._open_tickets
+
+
+def test_a_pause_is_no_time_on_the_link() -> None:
+    """Between two texts nobody polls; what arrives meanwhile was not under way for so long."""
+    cache, _ = make(2)
+    with cache:
+        cache.announce([[A]])
+        cache.rest()
+        time.sleep(0.2)
+        get(cache, [A])
+        assert cache.stats.prefetch_reads == 1 and cache.stats.hits == 1
+        assert cache.stats.link_busy_s < 0.1 and cache.stats.read_s < 0.1
+
+
+def test_rest_starts_nothing_and_the_next_poll_does() -> None:
+    cache, copies = make(4)
+    with cache:
+        cache.announce([[A, B, C]])
+        assert copies.started == [A, B]
+        cache.rest()
+        assert copies.started == [A, B] and cache.num_resident == 2
+        cache.poll()
+        assert copies.started == [A, B, C]
+    cache.rest()
 
 
 def test_a_closed_cache_waits_for_what_is_under_way_and_starts_nothing() -> None:
