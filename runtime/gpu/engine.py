@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -160,6 +161,7 @@ class GpuEngine(BaseEngine):
 
     Raises:
         PlanError: the device has not the memory that was planned for.
+        ArtifactError, StorageError: a record cannot be read, where there are slots for all.
     """
 
     max_rows: ClassVar[int] = ROWS
@@ -174,7 +176,10 @@ class GpuEngine(BaseEngine):
         accelerator, model, spec = toolkit.accelerator, parts.model, parts.model.spec
         shape = expert_shape(spec, parts.activation)
         layout = SlotLayout(shape, WeightForm("bf16"))
-        try:
+        with ExitStack() as closing:
+            closing.callback(parts.close)
+            closing.callback(parts.tier.close)
+            closing.callback(model.let_go)
             self._pool = DevicePool(plan.num_slots, plan.slot_bytes, accelerator.device)
             kernels = toolkit.kernels(layout, plan.num_slots, min(BLOCK_TOKENS, model.capacity))
             self._warm_up(kernels, shape)
@@ -184,19 +189,19 @@ class GpuEngine(BaseEngine):
             if isinstance(parts.tier, Arena) and (parts.tier.pinned or not accelerator.needs_pinned):
                 copies = ArenaCopies(parts.tier, parts.store, accelerator)
             self.cache = ExpertCache(records, self._pool, policy, settings.max_parallel_transfers, copies)
+            closing.callback(self._close_cache)
             accelerator.meanwhile = None if copies is None else self.cache.poll
-        except BaseException:
-            parts.tier.close()
-            parts.close()
-            raise
-        self.stats = DecodeStats(self.cache.stats)
-        trace = self.stats.trace if keep_trace else None
-        self._rows = RowsTarget(accelerator, model, self.cache, self._pool, kernels, trace)
-        self._blocks = BlockTarget(accelerator, model, self.cache, self._pool, kernels, trace)
-        self._draft = None
-        if parts.bank is not None:
-            self._draft = DeviceDraft(accelerator, model, parts.bank, settings.prefetch_window)
-        self._load_all()
+            self.stats = DecodeStats(self.cache.stats)
+            trace = self.stats.trace if keep_trace else None
+            self._rows = RowsTarget(accelerator, model, self.cache, self._pool, kernels, trace)
+            closing.callback(self._rows.close)
+            self._blocks = BlockTarget(accelerator, model, self.cache, self._pool, kernels, trace)
+            self._draft = None
+            if parts.bank is not None:
+                self._draft = DeviceDraft(accelerator, model, parts.bank, settings.prefetch_window)
+                closing.callback(self._draft.close)
+            self._load_all()
+            self._closing = closing.pop_all()
         self.load_s = time.perf_counter() - started
 
     def _load_all(self) -> None:
@@ -285,14 +290,11 @@ class GpuEngine(BaseEngine):
 
     def close(self) -> None:
         """See `BaseEngine`."""
+        self._closing.close()
+
+    def _close_cache(self) -> None:
         self._toolkit.accelerator.meanwhile = None
         self.cache.close()
-        self._rows.close()
-        if self._draft is not None:
-            self._draft.close()
-        self._parts.model.let_go()
-        self._parts.tier.close()
-        self._parts.close()
 
 
 class _Idle:

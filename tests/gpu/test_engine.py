@@ -232,3 +232,15 @@ def test_plan_says_what_lies_where(pack_of: PackOf) -> None:
         "expert_cache": plan.cache_bytes,
     }
     assert any("host memory" in name for name, _ in plan.lines())
+
+
+def test_a_damaged_record_met_while_all_are_loaded_leaves_no_thread(tmp_path: Path) -> None:
+    pack = build(tmp_path, "qwen2_moe", torch.bfloat16)
+    shard = max(pack.folder.glob("target-*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-5000:-4000] = bytes(1000)
+    shard.write_bytes(content)
+    before = threading.active_count()
+    with pytest.raises(ArtifactError, match="sha256"):
+        open_gpu(pack, settings_of(pack, host_cache_size="50%", speculate=False, check="first-use"))
+    assert threading.active_count() == before
