@@ -244,3 +244,22 @@ def test_a_damaged_record_met_while_all_are_loaded_leaves_no_thread(tmp_path: Pa
     with pytest.raises(ArtifactError, match="sha256"):
         open_gpu(pack, settings_of(pack, host_cache_size="50%", speculate=False, check="first-use"))
     assert threading.active_count() == before
+
+
+def test_a_pass_that_could_not_be_recorded_is_recorded_the_next_time(
+    pack_of: PackOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service goes on with the next prompt after a `PlanError`."""
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    request = Request(prompt_of(20), COUNT, frozenset(), SamplingSettings())
+    with open_gpu(pack, settings_of(pack, 4, speculate=False)) as engine:
+
+        def full(*_: Any, **__: Any) -> Any:
+            raise PlanError(expected="memory of the GPU for the passes", found="none", mend="less --context")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._toolkit.accelerator, "record", full)
+            for _ in range(2):
+                with pytest.raises(PlanError, match="for the passes"):
+                    list(engine.generate(request))
+        assert list(engine.generate(request)) == alone(pack)[0]
