@@ -181,7 +181,7 @@ class GpuEngine(BaseEngine):
             closing.callback(parts.tier.close)
             closing.callback(model.let_go)
             self._pool = DevicePool(plan.num_slots, plan.slot_bytes, accelerator.device)
-            kernels = toolkit.kernels(layout, plan.num_slots, min(BLOCK_TOKENS, model.capacity))
+            kernels = toolkit.kernels(layout, plan.num_slots, max(ROWS, min(BLOCK_TOKENS, model.capacity)))
             self._warm_up(kernels, shape)
             policy = make_policy(settings.eviction, alpha=settings.alpha, beta=settings.beta, gamma=settings.gamma)
             records = HostRecords(parts.store, parts.tier, accelerator)

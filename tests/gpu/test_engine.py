@@ -263,3 +263,12 @@ def test_a_pass_that_could_not_be_recorded_is_recorded_the_next_time(
                 with pytest.raises(PlanError, match="for the passes"):
                     list(engine.generate(request))
         assert list(engine.generate(request)) == alone(pack)[0]
+
+
+def test_a_context_shorter_than_a_pass_has_rows(pack_of: PackOf) -> None:
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    settings = RunSettings(expert_cache_size=str(3 * pack.target_slot_bytes), context=ROWS - 3)
+    with open_gpu(pack, settings) as engine:
+        request = Request(prompt_of(3), COUNT, frozenset(), SamplingSettings())
+        tokens = list(engine.generate(request))
+    assert tokens == generate(pack, 3, speculate=False)[0][:2]
