@@ -271,7 +271,7 @@ class GpuEngine(BaseEngine):
     ) -> None:
         """See `BaseEngine`."""
         self.cache.announce(upcoming, fetch_rows, pass_rows=pass_rows)
-        self._parts.tier.announce(upcoming, pass_rows)
+        self._parts.tier.announce(upcoming, pass_rows, fetch=fetch_rows != 0)
 
     def report(self) -> dict[str, Any]:
         """Everything `--stats` writes but the texts."""

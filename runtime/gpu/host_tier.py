@@ -37,8 +37,8 @@ class HostTier(Protocol):
     def lend(self, key: ExpertKey) -> Any:
         """A context manager with the record, uint8 [slot_bytes]; it may wait for the disk."""
 
-    def announce(self, upcoming: Sequence[Sequence[ExpertKey]], pass_rows: int) -> None:
-        """Say what the coming rows need, for reads from disk ahead of need."""
+    def announce(self, upcoming: Sequence[Sequence[ExpertKey]], pass_rows: int, fetch: bool) -> None:
+        """Say what the coming rows need, and whether it may be read from disk ahead of need."""
 
     def close(self) -> None:
         """End its threads and give the memory back."""
@@ -115,7 +115,7 @@ class Arena:
         """See `HostTier`."""
         yield self.record(key)
 
-    def announce(self, upcoming: Sequence[Sequence[ExpertKey]], pass_rows: int) -> None:
+    def announce(self, upcoming: Sequence[Sequence[ExpertKey]], pass_rows: int, fetch: bool) -> None:
         """Everything is here."""
 
     def close(self) -> None:
@@ -150,9 +150,9 @@ class HostCache:
         with self.cache.hold([key]) as hold:
             yield self._pool.tensor(hold.wait()[key])
 
-    def announce(self, upcoming: Sequence[Sequence[ExpertKey]], pass_rows: int) -> None:
-        """See `HostTier`."""
-        self.cache.announce(upcoming, None, pass_rows=pass_rows)
+    def announce(self, upcoming: Sequence[Sequence[ExpertKey]], pass_rows: int, fetch: bool) -> None:
+        """See `HostTier`; the disk is the slower way, so all announced rows are read ahead."""
+        self.cache.announce(upcoming, None if fetch else 0, pass_rows=pass_rows)
 
     def close(self) -> None:
         """See `HostTier`."""

@@ -272,3 +272,15 @@ def test_a_context_shorter_than_a_pass_has_rows(pack_of: PackOf) -> None:
         request = Request(prompt_of(3), COUNT, frozenset(), SamplingSettings())
         tokens = list(engine.generate(request))
     assert tokens == generate(pack, 3, speculate=False)[0][:2]
+
+
+@pytest.mark.parametrize("changes", [{"prefetch": "none"}, {"fetch_rows": 0}, {}])
+def test_nothing_is_read_from_disk_ahead_where_nothing_is_to_be_fetched(
+    pack_of: PackOf, changes: dict[str, Any]
+) -> None:
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    with open_gpu(pack, settings_of(pack, 4, host_cache_size="50%", **changes)) as engine:
+        list(engine.generate(Request(prompt_of(2), COUNT, frozenset(), SamplingSettings())))
+        tier: Any = engine._parts.tier
+        reads = tier.cache.stats.prefetch_reads
+    assert (reads > 0) == (not changes)
