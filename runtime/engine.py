@@ -237,8 +237,7 @@ class Engine(BaseEngine):
         self._store = RecordStore(pack.target_locations(), direct=settings.direct_io)
         try:
             pool = SlotPool(plan.num_slots, plan.slot_bytes)
-            small = plan.total_expert_bytes <= _CHECKED_AT_ONCE_BYTES
-            if settings.check == "all" or (settings.check == "auto" and small):
+            if checked_at_once(settings, plan):
                 self._store.check_all(pool.buffer(0))
             policy = make_policy(settings.eviction, alpha=settings.alpha, beta=settings.beta, gamma=settings.gamma)
             self.cache = ExpertCache(self._store, pool, policy, settings.max_parallel_transfers)
@@ -328,6 +327,12 @@ class Engine(BaseEngine):
         """See `BaseEngine`."""
         self.cache.close()
         self._store.close()
+
+
+def checked_at_once(settings: RunSettings, plan: MemoryPlan) -> bool:
+    """Whether all records are compared with their checksums before the first token."""
+    small = plan.total_expert_bytes <= _CHECKED_AT_ONCE_BYTES
+    return settings.check == "all" or (settings.check == "auto" and small)
 
 
 def _governor(settings: RunSettings, sampling: SamplingSettings) -> str:

@@ -14,7 +14,7 @@ from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
 from runtime.decode.loop import Draft, Route
 from runtime.decode.sampling import Logits
-from runtime.engine import BaseEngine
+from runtime.engine import BaseEngine, checked_at_once
 from runtime.gpu.accelerator import Accelerator, Cuda
 from runtime.gpu.bank import ResidentBank, pack_layers
 from runtime.gpu.draft import DeviceDraft
@@ -30,6 +30,7 @@ from runtime.memory.cache import ExpertCache
 from runtime.memory.eviction import make_policy
 from runtime.memory.location import ExpertKey
 from runtime.memory.plan import MemoryPlan
+from runtime.memory.slots import SlotPool
 from runtime.memory.store import RecordReader, RecordStore
 from runtime.stats import DecodeStats
 
@@ -115,8 +116,10 @@ def load_pack(
         keys, readers = pack.spec.expert_keys(), max(4, settings.max_parallel_transfers)
         tier: HostTier
         if plan.host_slots >= len(keys):
-            tier = Arena.load(store, keys, readers, done)
+            tier = Arena.load(store, keys, readers, done)  # which compares every checksum
         else:
+            if checked_at_once(settings, plan):
+                store.check_all(SlotPool(1, store.max_record_bytes).buffer(0))
             tier = HostCache(store, plan.host_slots, readers)
     except BaseException:
         store.close()

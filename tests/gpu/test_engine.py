@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -234,12 +235,34 @@ def test_plan_says_what_lies_where(pack_of: PackOf) -> None:
     assert any("host memory" in name for name, _ in plan.lines())
 
 
-def test_a_damaged_record_met_while_all_are_loaded_leaves_no_thread(tmp_path: Path) -> None:
-    pack = build(tmp_path, "qwen2_moe", torch.bfloat16)
+def damaged(folder: Path) -> Pack:
+    """A pack with one record whose bytes are not those that its checksum is of."""
+    pack = build(folder, "qwen2_moe", torch.bfloat16)
     shard = max(pack.folder.glob("target-*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[-5000:-4000] = bytes(1000)
     shard.write_bytes(content)
+    return pack
+
+
+@pytest.mark.parametrize(
+    ("check", "host_cache", "met"),
+    [("all", "50%", True), ("auto", "50%", True), ("first-use", "50%", False), ("first-use", "100%", True)],
+)
+def test_checksums_are_compared_at_once_where_that_is_asked_for(
+    tmp_path: Path, check: str, host_cache: str, met: bool
+) -> None:
+    """Host memory for all experts is filled, and so checked, at once whatever is asked for."""
+    pack = damaged(tmp_path)
+    settings = settings_of(pack, 3, host_cache_size=host_cache, speculate=False, check=check)
+    before = threading.active_count()
+    with pytest.raises(ArtifactError, match="sha256") if met else nullcontext():
+        open_gpu(pack, settings).close()
+    assert threading.active_count() == before
+
+
+def test_a_damaged_record_met_while_all_are_loaded_leaves_no_thread(tmp_path: Path) -> None:
+    pack = damaged(tmp_path)
     before = threading.active_count()
     with pytest.raises(ArtifactError, match="sha256"):
         open_gpu(pack, settings_of(pack, host_cache_size="50%", speculate=False, check="first-use"))
