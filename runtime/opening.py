@@ -10,7 +10,7 @@ import torch
 from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
 from runtime.engine import BaseEngine, Engine
-from runtime.errors import InputError, KernelError
+from runtime.errors import InputError, KernelError, ShapeError
 from runtime.memory.plan import MemoryPlan
 from runtime.run_plan import plan_run
 
@@ -33,7 +33,7 @@ def choose_device(pack: Pack, settings: RunSettings) -> Device:
 
     Raises:
         KernelError: a GPU is asked for, and there is none that will do, or no CuPy.
-        InputError: a GPU is asked for, and it does not compute this pack.
+        InputError, ShapeError: a GPU is asked for, and it does not compute this pack.
     """
     if settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available()):
         return Device("the processor", False)
@@ -47,7 +47,7 @@ def choose_device(pack: Pack, settings: RunSettings) -> Device:
                 expected="CuPy, which launches the kernels", found="no such package", mend="pip install 'moespeq[cuda]'"
             )
         refuse(pack, settings)
-    except (KernelError, InputError):
+    except (KernelError, InputError, ShapeError):
         if settings.device == "cuda":
             raise
         return Device("the processor", False)

@@ -140,13 +140,16 @@ def plan_activation(pack: Pack) -> Activation:
     """The activation of a pack's experts, from its configuration alone.
 
     Raises:
-        InputError: one that the kernels do not compute, or a model that transformers cannot build.
+        InputError: one that the kernels do not compute, attention that is not computed on a GPU, or a model that
+            transformers cannot build.
     """
+    from runtime.gpu import attention
     from runtime.gpu.geometry import activation_of
     from runtime.model import loader
     from runtime.model.experts import ExpertMath, find_experts
 
     model = loader.build(pack.config_folder, torch.bfloat16)
+    attention.refuse(model)
     module = find_experts(loader.decoder_layers(model)[pack.spec.moe_layers[0]])
     assert module is not None
     return activation_of(ExpertMath(module))
