@@ -59,7 +59,7 @@ class BaseEngine(ABC):
     """
 
     max_rows: ClassVar[int] = MAX_ROWS  # of one pass of the target
-    fixed_rows: ClassVar[bool] = False  # whether a pass takes the same time for any number of rows
+    rows_at_once: ClassVar[int] = 1  # that a pass computes in the time of one
 
     cache: ExpertCache
     stats: DecodeStats
@@ -68,7 +68,7 @@ class BaseEngine(ABC):
     def __init__(self, spec: MoeSpec, settings: RunSettings, plan: MemoryPlan) -> None:
         self.spec, self.settings, self.plan = spec, settings, plan
         self._texts = 0
-        self._measured = Measured(self.fixed_rows)
+        self._measured = Measured(self.rows_at_once)
 
     @property
     @abstractmethod

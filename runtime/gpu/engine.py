@@ -171,7 +171,7 @@ class GpuEngine(BaseEngine):
     """
 
     max_rows: ClassVar[int] = ROWS
-    fixed_rows: ClassVar[bool] = True
+    rows_at_once: ClassVar[int] = ROWS
 
     def __init__(
         self, parts: Parts, settings: RunSettings, plan: MemoryPlan, toolkit: Toolkit, keep_trace: bool = False
