@@ -281,7 +281,7 @@ class GpuEngine(BaseEngine):
 
     def report(self) -> dict[str, Any]:
         """Everything `--stats` writes but the texts."""
-        parts = self._parts
+        parts, host = self._parts, self._parts.tier.stats
         return super().report() | {
             "pack": parts.name,
             "device": str(self._toolkit.accelerator.device),
@@ -292,6 +292,7 @@ class GpuEngine(BaseEngine):
                 "expert_cache": self._pool.whole.numel(),
             },
             "host_memory_pinned": parts.tier.pinned,
+            "host_cache": None if host is None else host.snapshot(),
         }
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from runtime.memory.cache import ExpertCache
 from runtime.memory.eviction import make_policy
 from runtime.memory.location import ExpertKey
 from runtime.memory.slots import SlotPool
+from runtime.memory.stats import CacheStats
 from runtime.memory.store import RecordReader, RecordStore
 from runtime.memory.transfer import Landing
 
@@ -30,9 +31,13 @@ class HostTier(Protocol):
 
     Attributes:
         pinned: whether copies read the memory directly; otherwise they pass through a staging buffer.
+        stats: what was read from disk, and what was there; None where everything is here.
     """
 
     pinned: bool
+
+    @property
+    def stats(self) -> CacheStats | None: ...
 
     def lend(self, key: ExpertKey) -> Any:
         """A context manager with the record, uint8 [slot_bytes]; it may wait for the disk."""
@@ -69,6 +74,8 @@ class PinnedPool(SlotPool):
 
 class Arena:
     """Every record of a model in memory."""
+
+    stats = None
 
     def __init__(self, pool: PinnedPool, slots: Mapping[ExpertKey, int], owned: bool = True) -> None:
         self._pool, self._slots, self._owned = pool, slots, owned
@@ -143,6 +150,7 @@ class HostCache:
         self._pool = PinnedPool(num_slots, store.max_record_bytes)
         self.pinned = self._pool.pinned
         self.cache = ExpertCache(store, self._pool, make_policy("lookahead"), readers)
+        self.stats = self.cache.stats
 
     @contextmanager
     def lend(self, key: ExpertKey) -> Iterator[Tensor]:
