@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -68,9 +69,23 @@ def plan_on(device: Device, pack: Pack, settings: RunSettings) -> MemoryPlan:
 
 
 def open_engine(
-    device: Device, pack: Pack, settings: RunSettings, plan: MemoryPlan, keep_trace: bool = False
+    device: Device,
+    pack: Pack,
+    settings: RunSettings,
+    plan: MemoryPlan,
+    keep_trace: bool = False,
+    done: Callable[[int], None] = lambda num_bytes: None,
 ) -> BaseEngine:
     """Load everything that stays in memory.
+
+    Args:
+        device: from `choose_device`.
+        pack: an opened pack.
+        settings: of the run.
+        plan: from `plan_on`.
+        keep_trace: whether to keep every demand of the target.
+        done: told the bytes of each exact expert that a run on a GPU brings to the host's memory; nothing where a part
+            of them stays on disk.
 
     Raises:
         ArtifactError: a file of the pack is damaged.
@@ -82,4 +97,4 @@ def open_engine(
     from runtime.gpu.engine import GpuEngine, Toolkit, load_pack
 
     toolkit = Toolkit.cuda(settings)
-    return GpuEngine(load_pack(pack, settings, plan, toolkit), settings, plan, toolkit, keep_trace)
+    return GpuEngine(load_pack(pack, settings, plan, toolkit, done), settings, plan, toolkit, keep_trace)

@@ -8,8 +8,11 @@ import torch
 from runtime import opening
 from runtime.config import RunSettings
 from runtime.errors import InputError, KernelError
+from runtime.gpu.engine import Toolkit
+from runtime.gpu.plan import plan_gpu
 from runtime.kernels import device
 from tests.decode.conftest import PackOf
+from tests.gpu.stand_in import toolkit
 
 GPU = device.Gpu(0, "a GPU", (9, 0), 132, 200_000)
 
@@ -50,3 +53,12 @@ def test_without_cupy_auto_takes_the_processor(pack_of: PackOf, monkeypatch: pyt
     assert not opening.choose_device(pack, RunSettings()).is_gpu
     with pytest.raises(KernelError, match="CuPy"):
         opening.choose_device(pack, RunSettings(device="cuda"))
+
+
+def test_opening_says_how_far_the_experts_are(pack_of: PackOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack, settings = pack_of("qwen2_moe", torch.bfloat16), RunSettings(context=64)
+    plan = plan_gpu(pack, settings, device_bytes=8 * 10**9)
+    monkeypatch.setattr(Toolkit, "cuda", lambda settings: toolkit())
+    told: list[int] = []
+    opening.open_engine(opening.Device("a GPU", True), pack, settings, plan, done=told.append).close()
+    assert len(told) == pack.spec.num_records and sum(told) == plan.total_expert_bytes
