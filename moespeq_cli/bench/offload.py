@@ -240,8 +240,12 @@ def compare(
     """Every way at every amount of memory, and what the routing is like; `done` is told each row as it is measured.
 
     Raises:
+        InputError: an amount of memory that is less than the draft and one slot; nothing is measured then.
         RuntimeError: a way gave other tokens than the first one; nothing is reported then.
     """
+    for memory in memories:
+        for mode in ways:
+            sweep.settings(mode, memory)
     rows: list[dict[str, Any]] = []
     reference: Outcome | None = None
     for memory in memories:

@@ -83,6 +83,13 @@ def test_memory_below_the_draft_is_refused(parts: Parts) -> None:
         sweep_of(parts).settings(offload.modes()[-1], "5%")
 
 
+def test_too_little_memory_is_refused_before_anything_is_measured(parts: Parts) -> None:
+    told: list[dict[str, Any]] = []
+    with pytest.raises(InputError, match="what the draft takes"):
+        offload.compare(sweep_of(parts), ["100%", "5%"], offload.modes(), told.append)
+    assert not told
+
+
 def test_everything_resident_reads_nothing_while_decoding(parts: Parts) -> None:
     sweep = sweep_of(parts)
     row = sweep.run(offload.Mode("all", {}, all_memory=True), "100%").figures
