@@ -178,6 +178,8 @@ class GpuEngine(BaseEngine):
     ) -> None:
         super().__init__(parts.model.spec, settings, plan)
         started = time.perf_counter()
+        if settings.threads:  # for what is left to the processor: drawing tokens
+            torch.set_num_threads(settings.threads)
         self._parts, self._toolkit = parts, toolkit
         accelerator, model, spec = toolkit.accelerator, parts.model, parts.model.spec
         shape = expert_shape(spec, parts.activation)

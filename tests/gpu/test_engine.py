@@ -235,6 +235,15 @@ def test_plan_says_what_lies_where(pack_of: PackOf) -> None:
     assert any("host memory" in name for name, _ in plan.lines())
 
 
+def test_threads_are_those_that_were_asked_for(pack_of: PackOf) -> None:
+    pack, before = pack_of("qwen2_moe", torch.bfloat16), torch.get_num_threads()
+    try:
+        with open_gpu(pack, settings_of(pack, 3, speculate=False, threads=before + 1)) as engine:
+            assert engine.report()["threads"] == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def damaged(folder: Path) -> Pack:
     """A pack with one record whose bytes are not those that its checksum is of."""
     pack = build(folder, "qwen2_moe", torch.bfloat16)
