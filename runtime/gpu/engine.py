@@ -181,6 +181,7 @@ class GpuEngine(BaseEngine):
         if settings.threads:  # for what is left to the processor: drawing tokens
             torch.set_num_threads(settings.threads)
         self._parts, self._toolkit = parts, toolkit
+        self._recording_s = 0.0
         accelerator, model, spec = toolkit.accelerator, parts.model, parts.model.spec
         shape = expert_shape(spec, parts.activation)
         layout = SlotLayout(shape, WeightForm("bf16"))
@@ -250,14 +251,15 @@ class GpuEngine(BaseEngine):
 
     def start(self, capacity: int) -> None:
         """See `BaseEngine`; the KV cache is reserved already. Passes for every length up to this one are recorded."""
-        length = self._parts.model.length_for(1)
-        while True:
+        started, model = time.perf_counter(), self._parts.model
+        lengths = [model.length_for(1)]
+        while lengths[-1] < min(capacity, model.capacity):
+            lengths.append(model.length_for(lengths[-1] + 1))
+        for length in lengths:
             self._rows.prepare(length)
             if self._draft is not None:
                 self._draft.prepare(length)
-            if length >= min(capacity, self._parts.model.capacity):
-                return
-            length = self._parts.model.length_for(length + 1)
+        self._recording_s += time.perf_counter() - started
 
     def draft(self) -> Draft | None:
         """See `BaseEngine`."""
@@ -293,6 +295,7 @@ class GpuEngine(BaseEngine):
                 "kv": parts.model.kv.allocated_bytes,
                 "expert_cache": self._pool.whole.numel(),
             },
+            "recording_s": self._recording_s,
             "host_memory_pinned": parts.tier.pinned,
             "host_cache": None if host is None else host.snapshot(),
         }

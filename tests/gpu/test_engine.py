@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -242,6 +243,25 @@ def test_threads_are_those_that_were_asked_for(pack_of: PackOf) -> None:
             assert engine.report()["threads"] == before + 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_recording_is_timed_once_and_apart(pack_of: PackOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes before the first text, so neither that text's time nor the loading has it."""
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    with open_gpu(pack, settings_of(pack, 4)) as engine:
+        accelerator = engine._toolkit.accelerator
+        record = accelerator.record
+
+        def slow(*arguments: Any, **named: Any) -> Any:
+            time.sleep(0.2)
+            return record(*arguments, **named)
+
+        monkeypatch.setattr(accelerator, "record", slow)
+        request = Request(prompt_of(20), 3, frozenset(), SamplingSettings())
+        list(engine.generate(request))
+        first = engine.report()["recording_s"]
+        list(engine.generate(request))
+        assert first >= 0.4 and engine.report()["recording_s"] - first < 0.2
 
 
 def damaged(folder: Path) -> Pack:
