@@ -105,8 +105,12 @@ class ExpertCache:
         """
         with self._lock:
             self._check_open()
-            self._residency.window.announce(upcoming, fetch_rows, pass_rows)
-            self._queue.plan()
+            try:
+                self._residency.window.announce(upcoming, fetch_rows, pass_rows)
+                self._queue.plan()
+            except BaseException:
+                self._residency.forget_window()
+                raise
             if self._queue.num_queued:
                 self._wake()
 
@@ -268,6 +272,7 @@ class ExpertCache:
                 if ticket.pending:
                     self._wake(len(ticket.pending))
             except BaseException:
+                residency.forget_window()
                 self._release(ticket)
                 raise
         return ticket

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from runtime.memory.cache import ExpertCache
 from runtime.memory.eviction import make_policy
 from runtime.memory.location import PAGE_BYTES, ExpertKey
 from runtime.memory.slots import SlotPool
+from runtime.memory.window import Window
 
 from .records import MemoryStore, content
 
@@ -149,3 +153,41 @@ def test_a_closed_cache_waits_for_what_is_under_way_and_starts_nothing() -> None
     cache.close()
     assert copies.started == [A]
     assert torch.all(cache._pool.tensor(0)[2:] != 0)
+
+
+def test_an_interrupt_at_any_line_of_the_window_leaves_one_that_goes_on() -> None:
+    """An announcement takes the host so long that Ctrl-C may well come in one."""
+    file, rows = Window.announce.__code__.co_filename, [[A, B], [C, A], [B, D]]
+    for place in range(1000):
+        left = place
+
+        def look(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal left
+            if frame.f_code.co_filename != file:
+                return look if event == "call" else None
+            if event == "line":
+                left -= 1
+                if left == -1:
+                    raise KeyboardInterrupt
+            return look
+
+        cache, _ = make(2)
+        with cache:
+            cache.announce(rows)
+            get(cache, rows[0])
+            traced = sys.gettrace()
+            sys.settrace(look)
+            try:
+                cache.announce([*rows[1:], [D, A]])
+                get(cache, rows[1])
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(traced)
+            for _ in range(2):
+                for first in range(3):
+                    cache.announce(rows[first:])
+                    get(cache, rows[first])
+        if left >= 0:
+            break
+    assert 20 < place < 999
