@@ -77,6 +77,7 @@ class ExpertCache:
         self._copies = copies
         self._most_prefetches = max_parallel_transfers
         self._landings: dict[ExpertKey, tuple[Transfer, Landing]] = {}
+        self._starting = False  # whether what is in flight may lack its copy
         self._may_start = False  # whether more could start than at the last poll
         readers = 0 if copies is not None else max_parallel_transfers
         self._readers = ReaderThreads(readers, self._take, self._read, self._report, self._crash)
@@ -182,8 +183,9 @@ class ExpertCache:
         """
         with self._lock:
             while self._copies is not None and self._queue.in_flight and not self._closed:
-                self._fly()
-                for transfer in list(self._queue.in_flight.values()):
+                under_way = list(self._queue.in_flight.values())
+                self._fly(under_way)
+                for transfer in under_way:
                     if (landing := self._landing(transfer)) is not None:
                         landing.wait()
                         self._may_start = True
@@ -200,28 +202,31 @@ class ExpertCache:
         self._readers.join()
         if self._copies is not None:
             with self._lock:
-                self._fly()
+                self._fly(list(self._queue.in_flight.values()))
                 for _, landing in self._landings.values():
                     landing.wait()
 
     def _start_copies(self) -> None:
         """Start every demand, and prefetches as long as few are under way."""
-        self._fly()
+        if self._starting:  # an interrupt came before the end of the last start
+            self._fly(list(self._queue.in_flight.values()))
+        self._starting = True
         prefetches = sum(transfer.cause == "prefetch" for transfer in self._queue.in_flight.values())
         while self._queue.demands or prefetches < self._most_prefetches:
             transfer = self._queue.take()
             if transfer is None:
-                return
+                break
             prefetches += transfer.cause == "prefetch"
-            self._fly()
+            self._fly([transfer])
+        self._starting = False
 
-    def _fly(self) -> None:
-        """Start the copies of what is in flight and has none.
+    def _fly(self, transfers: Sequence[Transfer]) -> None:
+        """Start the copies of transfers in flight that have none.
 
         An interrupt may come between taking a transfer and knowing its copy; then it is copied again, to the same slot.
         """
         assert self._copies is not None
-        for transfer in list(self._queue.in_flight.values()):
+        for transfer in transfers:
             if self._landing(transfer) is not None:
                 continue
             buffer, urgent = self._pool.buffer(transfer.slot), transfer.cause == "demand"
