@@ -1,4 +1,4 @@
-"""The command line: five commands, one exit."""
+"""The command line: six commands, one exit."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from moespeq_cli import console
 from moespeq_cli.bench.command import bench
+from moespeq_cli.inspect import inspect
 from moespeq_cli.pack.command import pack
 from moespeq_cli.profile.command import profile
 from moespeq_cli.quantize.command import quantize
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (quantize, profile, pack, run):
+for command in (quantize, profile, pack, run, inspect):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

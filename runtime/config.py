@@ -32,6 +32,7 @@ class RunSettings:
         governor: `fixed`, `threshold` or `roofline`.
         prefetch: `draft`, `history` or `none`.
         eviction: `lookahead`, `lru`, `lfu` or `priority`.
+        warm: begin by reading the experts that the pack's profile used most, into slots that are empty still.
         alpha, beta, gamma: weights of heat, size and transfer time of `priority`.
         expert_cache_size: such as "12GB" or "25%" of all expert bytes; None takes what memory allows.
         max_parallel_transfers: reads in flight.
@@ -56,6 +57,7 @@ class RunSettings:
     governor: str = "roofline"
     prefetch: str = "draft"
     eviction: str = "lookahead"
+    warm: bool = True
     alpha: float = 0.6
     beta: float = 0.3
     gamma: float = 0.1

@@ -12,7 +12,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from runtime.artifacts.heat import Heat, hottest
 from runtime.artifacts.pack import Pack
+from runtime.artifacts.residual_decoder import why_slow
 from runtime.config import RunSettings
 from runtime.decode.bank import DraftBank
 from runtime.decode.draft_records import DraftRecords
@@ -68,6 +70,7 @@ class BaseEngine(ABC):
     def __init__(self, spec: MoeSpec, settings: RunSettings, plan: MemoryPlan) -> None:
         self.spec, self.settings, self.plan = spec, settings, plan
         self._texts = 0
+        self._warm_rows: list[list[ExpertKey]] = []  # while the cache is filled for the first time
         self._measured = Measured(self.rows_at_once)
 
     @property
@@ -180,8 +183,17 @@ class BaseEngine(ABC):
     def announce_prompt(self, tokens: int) -> None:
         """Have layers fetched ahead where a prompt of so many tokens will meet most experts."""
         most = tokens * self.spec.top_k >= 2 * self.spec.num_experts
-        fetch_rows = 0 if self.settings.prefetch == "none" else None
-        self.announce([self.spec.expert_keys()] if most else [], fetch_rows)
+        if most:
+            self.announce([self.spec.expert_keys()], 0 if self.settings.prefetch == "none" else None)
+        else:
+            self.announce(self._warm_rows)
+        self._warm_rows = []
+
+    def warm(self, heat: Heat | None) -> None:
+        """Begin to read the experts that a profile used most into empty slots, where the settings ask for it."""
+        if self.settings.warm and heat is not None:
+            self._warm_rows = [[key] for key in hottest(heat, self.plan.num_slots)]
+            self.announce(self._warm_rows)
 
     def missing_bytes(self, keys: Sequence[ExpertKey]) -> int:
         """The loop's experts: bytes of those that are not resident."""
@@ -239,13 +251,16 @@ class Engine(BaseEngine):
             pool = SlotPool(plan.num_slots, plan.slot_bytes)
             if checked_at_once(settings, plan):
                 self._store.check_all(pool.buffer(0))
-            policy = make_policy(settings.eviction, alpha=settings.alpha, beta=settings.beta, gamma=settings.gamma)
+            policy = make_policy(
+                settings.eviction, heat=pack.heat, alpha=settings.alpha, beta=settings.beta, gamma=settings.gamma
+            )
             self.cache = ExpertCache(self._store, pool, policy, settings.max_parallel_transfers)
         except BaseException:
             self._store.close()
             raise
         self.stats = DecodeStats(self.cache.stats)
         self._experts = TargetExperts(pack, self.cache, dtype, self._drafts, self.stats.trace if keep_trace else None)
+        self.warm(pack.heat)
         self.load_s = time.perf_counter() - started
 
     @property
@@ -321,6 +336,8 @@ class Engine(BaseEngine):
                 "kv": self.host.kv.allocated_bytes,
             },
             "direct_io": self._store.direct,
+            "decode_s": self._experts.decode_s,
+            "slow_decode": why_slow() if self.pack.leans_on_draft else None,
         }
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from runtime.artifacts.pack import Pack
-from runtime.artifacts.residual import WORK_BYTES
+from runtime.artifacts.residual_decoder import work_bytes
 from runtime.config import RunSettings
 from runtime.decode.bank import linear_bytes
 from runtime.memory.plan import MemoryPlan, make_plan
@@ -55,7 +55,7 @@ def plan_run(pack: Pack, settings: RunSettings) -> MemoryPlan:
 
 def record_bytes(pack: Pack) -> int:
     """Memory of all draft records, and of decoding one target record by its own."""
-    return pack.spec.num_records * pack.draft_slot_bytes + pack.spec.expert_parameters * WORK_BYTES
+    return pack.spec.num_records * pack.draft_slot_bytes + work_bytes(pack.target_layout)
 
 
 def draft_bytes(pack: Pack, dtype: torch.dtype) -> int:

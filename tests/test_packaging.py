@@ -37,6 +37,8 @@ def test_wheel_brings_kernel_sources_and_profiles(installed: Path) -> None:
     for path in sources:
         assert (installed / "runtime" / "_cuda" / path).read_bytes() == (ROOT / "cuda" / path).read_bytes()
     assert list((installed / "runtime" / "_profiles").glob("*.yaml"))
+    decoder = Path("runtime") / "artifacts" / "residual_decode.c"
+    assert (installed / decoder).read_bytes() == (ROOT / decoder).read_bytes()
     assert not (installed / "cuda").exists() and not (installed / "tests").exists()
 
 

@@ -24,8 +24,21 @@ Cores = Annotated[int, typer.Option("--threads", min=0, help="Threads of the ari
 @bench.command()
 def decode(
     pack: Packs = None,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option("--compare", help="NAME=PACK, another pack of the embedded model; repeat it for more"),
+    ] = None,
+    same_memory: Annotated[
+        bool, typer.Option("--same-memory", help="Give packs the same memory for drafts and cache together")
+    ] = False,
     artifacts: Artifacts = DEFAULT_ARTIFACTS,
-    caches: Annotated[str, typer.Option("--expert-cache", help="Cache sizes, comma-separated")] = "10%,25%,50%,100%",
+    caches: Annotated[
+        str,
+        typer.Option("--expert-cache", help="Cache sizes, comma-separated; shares are of all raw experts"),
+    ] = "10%,25%,50%,100%",
+    mode: Annotated[
+        list[str] | None, typer.Option("--mode", help="Name of a mode; repeat it for more", show_default="all")
+    ] = None,
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each domain")] = 2,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of each mode")] = 3,
@@ -106,10 +119,14 @@ def decode(
     sizes = [part.strip() for part in caches.split(",") if part.strip()]
     tails, lengths = _numbers("--windows", windows), _numbers("--verify-windows", verifies)
     base = _settings(threads)
-    total = len(sizes) * len(sweep.MODES) + len(tails) * len(lengths)
+    modes = sweep.find_modes(mode)
+    packs = {opened.manifest.encoding: opened} | _others(compare)
+    total = len(packs) * len(sizes) * len(modes) + len(tails) * len(lengths)
     console.note(f"{total} settings, {len(asked)} prompts, {max_new_tokens} tokens each, {repeats} repeats")
     with console.progress("settings", total) as bar:
-        memory = sweep.sweep_memory(opened, base, asked, max_new_tokens, stop_ids, sizes, repeats, bar.advance)
+        memory = sweep.sweep_memory(
+            packs, base, asked, max_new_tokens, stop_ids, sizes, repeats, bar.advance, same_memory, modes
+        )
         grid = (
             sweep.sweep_windows(
                 opened, base, asked, max_new_tokens, stop_ids, window_cache, tails, lengths, bar.advance
@@ -148,12 +165,9 @@ def quality(
 ) -> None:
     """Exact match of target, speculation and draft alone, and acceptance by domain, on the embedded model"""
     from moespeq_cli.bench import quality as measure
-    from runtime.artifacts.pack import Pack
 
     opened, tokenizer, stop_ids = _open(pack, artifacts)
-    packs = {"gptq": opened} | {
-        name: Pack.open(folder) for name, _, folder in (item.partition("=") for item in compare or [])
-    }
+    packs = {"gptq": opened} | _others(compare)
     total = problems * (1 + 2 * len(packs)) + 3 * prompts * len(packs)
     with console.progress("texts", total) as bar:
         result = measure.measure_quality(
@@ -168,6 +182,65 @@ def quality(
         )
     _finish(output, result)
     print(measure.quality_tables(result))
+
+
+@bench.command()
+def sensitive(
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="Folder that profile made", show_default="profile in --artifacts")
+    ] = None,
+    artifacts: Artifacts = DEFAULT_ARTIFACTS,
+    samples: Annotated[int, typer.Option("--samples", min=3, help="Held-out texts to compare on")] = 600,
+    output: Output = None,
+) -> None:
+    """What finer layers buy: shares of the layers by sensitivity, at 8 and 4 bits, on the embedded model"""
+    import tempfile
+
+    from moespeq_cli.bench import sensitive as measure
+    from moespeq_cli.options import model_folder
+    from moespeq_cli.profile.texts import HELD_OUT, read_domains
+    from moespeq_cli.quantize.sensitive import choose_layers
+    from runtime.artifacts.checkpoint import Checkpoint
+    from runtime.model.families import describe
+    from runtime.model.stream import LayerStream
+    from runtime.model.tokenizer import load_tokenizer
+
+    checkpoint = Checkpoint.open(model_folder(None))
+    spec = describe(checkpoint)
+    choice = choose_layers(profile or artifacts / "profile", 1.0, checkpoint.digest)
+    ranking = [layer for layer, _ in choice.ranking]
+    vocab_size = int(checkpoint.config["vocab_size"])
+    _, texts = read_domains([HELD_OUT], load_tokenizer(checkpoint.folder), samples, 512, vocab_size)
+    _require_file(output)
+    with tempfile.TemporaryDirectory() as folder:
+        forms = measure.quantize_forms(model_folder(None), Path(folder), spec.moe_layers, console.note)
+        with console.progress("layers", spec.num_layers) as bar:
+            run = measure.MixtureRun(LayerStream(checkpoint, spec), texts, forms)
+            rows = run.measure(measure.mixtures(ranking), bar.advance)
+    tokens = sum(len(text.input_ids) for text in texts)
+    result = {"ranking": [list(pair) for pair in choice.ranking], "domains": run.names, "tokens": tokens, "rows": rows}
+    _finish(output, result)
+    print(measure.table(result))
+
+
+@bench.command()
+def records(
+    pack: Packs = None,
+    artifacts: Artifacts = DEFAULT_ARTIFACTS,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="Threads that share a large record")] = 1,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds over all records")] = 20,
+    output: Output = None,
+) -> None:
+    """Residual records to weights: compiled code beside NumPy"""
+    from moespeq_cli.bench import records as measure
+    from runtime.artifacts.pack import Pack
+
+    with console.progress("decoders", 2) as bar:
+        result = measure.measure(
+            Pack.open(pack if pack is not None else artifacts / "pack"), threads, repeats, bar.advance
+        )
+    _finish(output, result)
+    print(measure.table(result))
 
 
 @bench.command()
@@ -283,11 +356,29 @@ def _open(pack: Path | None, artifacts: Path) -> tuple[Any, Any, frozenset[int]]
     return opened, tokenizer, declared_stop_ids(opened, tokenizer)
 
 
+def _others(compare: list[str] | None) -> dict[str, Any]:
+    """The packs of `--compare`, by name."""
+    from moespeq_cli.options import model_folder
+    from runtime.artifacts.checkpoint import Checkpoint
+    from runtime.artifacts.manifest import require_same_model
+    from runtime.artifacts.pack import Pack
+    from runtime.errors import InputError
+
+    packs, embedded = {}, Checkpoint.open(model_folder(None)).digest
+    for item in compare or []:
+        name, _, folder = item.partition("=")
+        if not name or not folder:
+            raise InputError(expected="--compare as NAME=PACK", found=repr(item), mend="name the pack and its folder")
+        packs[name] = Pack.open(folder)
+        require_same_model("pack", packs[name].folder, packs[name].manifest.model_digest, embedded)
+    return packs
+
+
 def _settings(threads: int, verify_window: int | None = None) -> Any:
     from runtime.config import make_settings
 
     fixed = {} if verify_window is None else {"governor": "fixed", "verify_window": verify_window}
-    return make_settings(None, {"threads": threads, "context": 512} | fixed)
+    return make_settings(None, {"threads": threads, "context": 512, "warm": False} | fixed)  # caches start empty
 
 
 def _numbers(option: str, text: str) -> list[int]:

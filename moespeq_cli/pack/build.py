@@ -17,7 +17,9 @@ from moespeq_cli.pack.encode import encode_expert
 from moespeq_cli.pack.plan import PackPlan
 from moespeq_cli.pack.report import make_report
 from moespeq_cli.pack.shards import ShardWriter
+from moespeq_cli.pack.tally import TargetTally
 from runtime.artifacts.folder import check_free_space, claim_output, refuse_strangers, write_guard
+from runtime.artifacts.heat import HEAT, save_heat
 from runtime.artifacts.manifest import (
     PROGRESS,
     FileEntry,
@@ -43,8 +45,10 @@ from runtime.memory.location import ExpertKey
 
 REPORT = "report.json"
 OWN_NAMES = re.compile(  # of what a pack's folder holds, finished or not
-    r"\.lock|model|dense\.safetensors|(target|draft)-\d{4,}\.safetensors|(manifest|progress|records|report)\.json(\.part)?"
+    r"\.lock|model|dense\.safetensors|(target|draft)-\d{4,}\.safetensors|(manifest|progress|records|report|heat)\.json(\.part)?"
 )
+
+_JOURNAL_VERSION = 2  # steps of layers hold a tally
 
 Advance = Callable[[], None]
 
@@ -105,7 +109,7 @@ def build_pack(plan: PackPlan, force: bool = False, advance: Advance = lambda: N
             return finished
         written = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
         check_free_space(folder, plan.total_bytes - written, "the pack")
-        journal = Journal(folder, plan.identity)
+        journal = Journal(folder, plan.identity | {"journal": _JOURNAL_VERSION})
         files = {
             f"{MODEL_FOLDER}/{name}": entry
             for name, entry in copy_model_files(plan.checkpoint.folder, plan.model_files, folder / MODEL_FOLDER).items()
@@ -117,8 +121,14 @@ def build_pack(plan: PackPlan, force: bool = False, advance: Advance = lambda: N
                 files[shard_name(side, shard)] = _finish_shard(plan, journal, side, shard, records[side])
         save_index(folder / RECORDS, records)
         files[RECORDS] = FileEntry.of(folder / RECORDS)
+        if plan.routing is not None:
+            save_heat(folder / HEAT, plan.routing.heat, plan.spec.moe_layers, plan.spec.num_experts)
+            files[HEAT] = FileEntry.of(folder / HEAT)
         seconds = sum(float(step["seconds"]) for step in journal.done.values())
-        write_json(folder / REPORT, make_report(plan, records, files, seconds))
+        tallies = {
+            layer: TargetTally.from_json(journal.done[f"layer {layer}"]["tally"]) for layer in plan.spec.moe_layers
+        }
+        write_json(folder / REPORT, make_report(plan, records, files, tallies, seconds))
         check_files(folder, files, PackManifest.KIND)  # nothing was cut short or taken away behind our back
         manifest = _manifest(plan, records, files)
         save_manifest(folder, manifest)
@@ -158,8 +168,11 @@ def _layers(plan: PackPlan, journal: Journal, advance: Advance) -> dict[str, lis
         for layer_id in left:
             start = time.perf_counter()
             step = {side: [] for side in SIDES}
+            tally = TargetTally()
             for placement in plan.placements[layer_id]:
-                for side, (encoding, payload) in encode_expert(plan, placement.key, layouts[layer_id]).items():
+                expert = encode_expert(plan, placement.key, layouts[layer_id])
+                tally.add(expert, plan.target_layout)
+                for side, (encoding, payload) in expert.payloads.items():
                     writer = writers[shard_name(side, placement.shard)]
                     step[side].append(_write(writer, placement.key, encoding, payload))
                 advance()
@@ -169,6 +182,7 @@ def _layers(plan: PackPlan, journal: Journal, advance: Advance) -> dict[str, lis
                 records[side] += step[side]
             # as text: the journal is written whole after every layer, and thousands of objects would make that slow
             marked: dict[str, Any] = {side: json.dumps([astuple(entry) for entry in step[side]]) for side in SIDES}
+            marked["tally"] = tally.as_json()
             marked["ends"] = {name: writer.end_bytes for name, writer in writers.items()}
             marked["seconds"] = time.perf_counter() - start
             journal.mark(f"layer {layer_id}", marked)

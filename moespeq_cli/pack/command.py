@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,8 +71,9 @@ def _build(
     encoding: str,
     force: bool,
 ) -> dict[str, Any]:
-    from moespeq_cli.pack.build import build_pack, find_finished
+    from moespeq_cli.pack.build import REPORT, build_pack, find_finished
     from moespeq_cli.pack.plan import make_plan
+    from moespeq_cli.pack.report import report_lines
 
     plan = make_plan(model, quantized, profile, folder, shards, encoding)
     manifest = None if force else find_finished(plan, any_profile=not asked)
@@ -83,6 +85,9 @@ def _build(
             console.note(line)
         with console.progress("experts", plan.spec.num_records) as bar:
             manifest = build_pack(plan, force, bar.advance)
+        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        for line in report_lines(report):
+            console.note(line)
     return {
         "path": str(folder),
         "encoding": manifest.encoding,
@@ -109,7 +114,8 @@ def _verify(folder: Path, model: str | None, quantized: Path | None) -> dict[str
     with console.progress("experts", pack.spec.num_records) as bar:
         found = verify_pack(pack, checkpoint, source, bar.advance)
     console.note(
-        f"{found.files} files and {found.records} records, {format_size(found.bytes_read)}; equal to their sources: "
+        f"{found.files} files and {found.records} records, {format_size(found.bytes_read)}; "
+        f"{found.residual_decoded} residual records decoded; equal to their sources: "
         f"{found.records_equal_to_source} target records, {found.dense_equal_to_source} dense tensors, "
         f"{found.drafts_equal_to_quantized} draft records"
     )
@@ -126,6 +132,7 @@ def _verify(folder: Path, model: str | None, quantized: Path | None) -> dict[str
         "files": found.files,
         "records": found.records,
         "bytes_read": found.bytes_read,
+        "residual_decoded": found.residual_decoded,
         "records_equal_to_source": found.records_equal_to_source,
         "dense_equal_to_source": found.dense_equal_to_source,
         "drafts_equal_to_quantized": found.drafts_equal_to_quantized,

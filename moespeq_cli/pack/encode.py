@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from moespeq_cli.pack.plan import PackPlan
-from runtime.artifacts.encodings import ENCODINGS, encode_target
+from runtime.artifacts.encodings import ENCODINGS, RAW, encode_target
 from runtime.artifacts.quantized import Quantized
 from runtime.artifacts.record import DRAFT_LAYOUT, DraftRecord, RecordLayout, encode_draft, target_tensors
+from runtime.artifacts.residual import ResidualCounts, ResidualEncoding
 from runtime.memory.location import ExpertKey, name_of
 from runtime.model.families import PROJECTIONS, ExpertWeights, read_expert
 
 
-def encode_expert(plan: PackPlan, key: ExpertKey, draft_layout: RecordLayout) -> dict[str, tuple[str, torch.Tensor]]:
+@dataclass(frozen=True, slots=True)
+class EncodedExpert:
+    """An expert as it will be written.
+
+    Attributes:
+        payloads: encoding and bytes by side.
+        counts: of a residual target record, by matrix; empty for a raw one.
+        why_raw: the reason for a raw target record; None for another.
+    """
+
+    payloads: dict[str, tuple[str, torch.Tensor]]
+    counts: dict[str, ResidualCounts]
+    why_raw: str | None
+
+
+def encode_expert(plan: PackPlan, key: ExpertKey, draft_layout: RecordLayout) -> EncodedExpert:
     """The payload and encoding of each side; the target's is decoded again and compared with the source."""
     weights = read_expert(plan.checkpoint, plan.spec, *key)
     draft = read_draft(plan.quantized, key, weights, draft_layout)
     encoding, target = encode_target(plan.encoding, weights, plan.target_layout, draft)
     decoded = ENCODINGS[encoding].decode(target, target.numel(), plan.target_layout, draft)
     assert same_bits(decoded, target_tensors(weights)), f"{encoding} does not give back the weights of {name_of(key)}"
-    return {"target": (encoding, target), "draft": (DRAFT_LAYOUT, draft.data)}
+    payloads = {"target": (encoding, target), "draft": (DRAFT_LAYOUT, draft.data)}
+    if encoding == RAW.name:
+        return EncodedExpert(payloads, {}, plan.encoding.why_raw(plan.target_layout, draft))
+    return EncodedExpert(payloads, ResidualEncoding().counts(target, plan.target_layout, draft), None)
 
 
 def read_draft(quantized: Quantized, key: ExpertKey, weights: ExpertWeights, layout: RecordLayout) -> DraftRecord:

@@ -12,6 +12,7 @@ from moespeq_cli.pack.striping import Routing, read_order, stripe
 from runtime.artifacts.checkpoint import Checkpoint
 from runtime.artifacts.encodings import ENCODINGS, RAW, TargetEncoding
 from runtime.artifacts.gptq_format import effective_group_size
+from runtime.artifacts.heat import hot_half
 from runtime.artifacts.manifest import MANIFEST, require_same_model, sha256_file
 from runtime.artifacts.quantized import LayerFormat, Quantized
 from runtime.artifacts.record import DraftFormat, LinearFormat, RecordLayout, align_up, target_layout
@@ -95,7 +96,7 @@ class PackPlan:
         spec = self.spec
         how = "co-activation" if self.routing is not None else "round-robin"
         most = "" if self.encoding is RAW else "at most "
-        return [
+        lines = [
             f"{spec.num_records} experts of {len(spec.moe_layers)} layers ({spec.model_type}, {spec.dtype}), "
             f"striped by {how} over {self.num_shards} shard{'s' if self.num_shards > 1 else ''} a side",
             f"target {most}{format_size(self.target_bytes)} ({self.encoding.name}), "
@@ -103,6 +104,12 @@ class PackPlan:
             f"dense {format_size(self.dense_bytes)} in {len(self.dense)} tensors",
             f"to {self.folder}",
         ]
+        if self.routing is not None:
+            hot = len(hot_half(self.routing.heat))
+            lines.insert(
+                2, f"{hot} of {spec.num_records} experts serve half of all uses: run warms its cache with them"
+            )
+        return lines
 
 
 def make_plan(

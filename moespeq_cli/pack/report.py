@@ -6,30 +6,36 @@ from typing import Any
 
 from moespeq_cli.pack.plan import PackPlan
 from moespeq_cli.pack.striping import shared_reads, stripe
+from moespeq_cli.pack.tally import MATRICES, TargetTally
 from runtime.artifacts.encodings import RAW
+from runtime.artifacts.heat import hot_half
 from runtime.artifacts.manifest import FileEntry
 from runtime.artifacts.record import RecordLayout
 from runtime.artifacts.record_index import RecordEntry
+from runtime.memory.sizes import format_size
 
 
 def make_report(
-    plan: PackPlan, records: dict[str, list[RecordEntry]], files: dict[str, FileEntry], seconds: float
+    plan: PackPlan,
+    records: dict[str, list[RecordEntry]],
+    files: dict[str, FileEntry],
+    tallies: dict[int, TargetTally],
+    seconds: float,
 ) -> dict[str, Any]:
     """The report as it is saved; nothing reads it but people, and its time differs between runs.
 
-    A record's bits a weight count its padding; a projection's count its tensors alone (codes, scales and zeros, or
-    weights), and are given for target records where a layer has no encoded ones.
+    `hot_experts` is the fewest experts that served half of all uses on the profile's texts.
+    A record's bits a weight count its padding; a projection's count what is its own alone: codes, scales and zeros,
+    weights, or the blocks of residual records. `raw_reasons` says why records of a residual pack are raw.
     """
-    layers = {}
+    layers, all_layers = {}, TargetTally()
     for layer_id in plan.spec.moe_layers:
         target = [entry for entry in records["target"] if entry.layer_id == layer_id]
         draft = [entry for entry in records["draft"] if entry.layer_id == layer_id]
-        raw_records = sum(entry.encoding == RAW.name for entry in target)
-        target_bits: dict[str, Any] = {"record": _record_bits(plan, target), "raw_records": raw_records}
-        if raw_records == len(target):
-            target_bits |= _projection_bits(plan, plan.target_layout)
+        all_layers.join(tallies[layer_id])
+        target_facts = {"record": _record_bits(plan, target), **tallies[layer_id].bits(), **_tally(tallies[layer_id])}
         draft_bits = {"record": _record_bits(plan, draft), **_projection_bits(plan, plan.draft_layouts[layer_id])}
-        layers[str(layer_id)] = {"target": target_bits, "draft": draft_bits}
+        layers[str(layer_id)] = {"target": target_facts, "draft": draft_bits}
     return {
         "model_type": plan.spec.model_type,
         "dtype": plan.spec.dtype,
@@ -37,12 +43,46 @@ def make_report(
         "records": plan.spec.num_records,
         "target_bits_per_weight": _record_bits(plan, records["target"]),
         "draft_bits_per_weight": _record_bits(plan, records["draft"]),
-        "raw_records": sum(entry.encoding == RAW.name for entry in records["target"]),
+        **_tally(all_layers),
         "striping": _striping(plan),
+        "hot_experts": None if plan.routing is None else len(hot_half(plan.routing.heat)),
         "layers": layers,
         "bytes_by_file": {name: entry.size_bytes for name, entry in sorted(files.items())},
         "total_bytes": sum(entry.size_bytes for entry in files.values()),
         "seconds": round(seconds, 3),
+    }
+
+
+def report_lines(report: dict[str, Any]) -> list[str]:
+    """The report in words: what the records take, and what of them is not as asked for."""
+    exceptions, raw = sum(report["exceptions"].values()), report["raw_records"]
+    lines = [
+        f"target {report['target_bits_per_weight']:.2f} bits a weight, draft {report['draft_bits_per_weight']:.2f}, "
+        f"padding included; {format_size(report['total_bytes'])} in {report['seconds']:.1f} s"
+    ]
+    if report["encoding"] == RAW.name:
+        return lines
+    lines[0] += f"; {exceptions} exceptions"
+    layers = report["layers"].items()
+    for name in MATRICES:
+        low = min(layers, key=lambda item: item[1]["target"][name])
+        high = max(layers, key=lambda item: item[1]["target"][name])
+        lines.append(
+            f"{name} from {low[1]['target'][name]:.2f} (layer {low[0]}) to {high[1]['target'][name]:.2f} "
+            f"(layer {high[0]}) bits a weight"
+        )
+    if raw:
+        reasons = ", ".join(f"{count} for {reason}" for reason, count in sorted(report["raw_reasons"].items()))
+        lines.append(f"{raw} of {report['records']} target records are raw: {reasons}")
+    return lines
+
+
+def _tally(tally: TargetTally) -> dict[str, Any]:
+    return {
+        "exceptions": dict(tally.exceptions),
+        "zero_codes": dict(tally.zero_codes),
+        "raw_records": tally.raw.total(),
+        "raw_reasons": dict(tally.raw),
     }
 
 

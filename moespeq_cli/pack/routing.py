@@ -10,7 +10,7 @@ from runtime.artifacts.profile import Profile
 
 
 def load_routing(folder: Path, model_digest: str) -> Routing:
-    """Co-activation and counts of a profile of this model, the domains added up.
+    """Co-activation, counts and heat of a profile of this model, the domains added up.
 
     Raises:
         InputError: a profile of another model.
@@ -18,4 +18,4 @@ def load_routing(folder: Path, model_digest: str) -> Routing:
     """
     profile = Profile.open(folder, verify=True)
     require_same_model("profile", folder, profile.manifest.model_digest, model_digest)
-    return Routing(profile.tensors["coactivation"], profile.tensors["counts"].sum(0))
+    return Routing(profile.tensors["coactivation"], profile.tensors["counts"].sum(0), profile.heat())

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from runtime.artifacts.heat import Heat
+
 MAX_SWAPS = 8  # an expert; each swap lowers the cost, and about one an expert is usual before none does
 
 
@@ -17,10 +19,12 @@ class Routing:
     Attributes:
         coactivation: int64 [moe layers, E, E], how many tokens used both experts.
         counts: int64 [moe layers, E], how many tokens used each.
+        heat: by (layer_id, expert_id), the share of all tokens that used it.
     """
 
     coactivation: Tensor
     counts: Tensor
+    heat: Heat
 
 
 def stripe(num_layers: int, num_experts: int, num_shards: int, routing: Routing | None) -> list[list[int]]:

@@ -10,6 +10,7 @@ import torch
 
 from moespeq_cli.pack.encode import read_draft, same_bits
 from runtime.artifacts.checkpoint import Checkpoint
+from runtime.artifacts.encodings import RAW
 from runtime.artifacts.manifest import MANIFEST, is_finished, require_same_model, sha256_bytes, sha256_file
 from runtime.artifacts.pack import Pack, read_pack_header
 from runtime.artifacts.quantized import Quantized
@@ -27,6 +28,7 @@ class Verification:
 
     files: int = 0
     records: int = 0
+    residual_decoded: int = 0
     bytes_read: int = 0
     records_equal_to_source: int = 0
     dense_equal_to_source: int = 0
@@ -132,6 +134,7 @@ def _record_problems(
     layout = pack.draft_layout(key[0])
     try:
         decoded = pack.decode_target(key, buffers["target"], DraftRecord(layout, buffers["draft"]))
+        found.residual_decoded += pack.records["target"][key].encoding != RAW.name
     except MoespeqError as error:
         yield f"target record of {name_of(key)}: {error}"
         decoded = None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from moespeq_cli.profile.domains import entropy, use_rates
 from runtime.artifacts.profile import Profile
 
 
@@ -21,6 +23,8 @@ class Heatmap:
     ratio: list[list[float]]  # [layers][experts]
     counts: list[list[int]]
     limit: float  # the colours span 2 ** -limit to 2 ** limit, of which little lies above and much may lie below
+    unit: str = "tokens"  # of the counts
+    balance: str = "balanced"  # what a ratio of 1 is
 
     def bar_labels(self) -> list[tuple[int, str]]:
         """Powers of two on the scale and how they are written."""
@@ -31,7 +35,7 @@ class Heatmap:
 
 @dataclass(frozen=True, slots=True)
 class LineChart:
-    """Shares by layer or by distance, one line a domain."""
+    """Values by layer, by distance or by size; one line a domain, a policy or a pair of domains."""
 
     name: str
     title: str
@@ -42,12 +46,16 @@ class LineChart:
     series: dict[str, list[float | None]]
     reference: list[float] | None = None
     reference_label: str = ""
+    unit: str = "%"  # "%": values are shares; anything else is written behind plain values
+    x_values: tuple[float, ...] | None = None  # where the points lie, 0 to 1; None spaces them evenly
 
     @property
     def y_range(self) -> tuple[float, float]:
-        """Ends of the axis, multiples of 5 or 10 %: a part of 0 to 1 where all lines lie in the upper half."""
+        """Ends of the axis; of shares multiples of 5 or 10 %, a part of 0 to 1 where all lie in the upper half."""
         values = [value for line in self.series.values() for value in line if value is not None]
         values += self.reference or []
+        if self.unit != "%":
+            return 0.0, _round_up(max(values, default=1.0))
         lowest = min(values, default=0.0)
         if lowest >= 0.9:
             return math.floor(lowest * 20 - 0.2) / 20, 1.0
@@ -57,8 +65,60 @@ class LineChart:
     def y_ticks(self) -> list[float]:
         """Round values on the axis."""
         low, high = self.y_range
+        if self.unit != "%":
+            return [high * i / 5 for i in range(6)]
         step = next((step for step in (0.01, 0.02, 0.05, 0.1) if (high - low) / step <= 6.01), 0.2)
         return [round(low + step * i, 4) for i in range(round((high - low) / step) + 1)]
+
+    def tick(self, value: float) -> str:
+        """A value on the axis."""
+        return f"{100 * value:g} %" if self.unit == "%" else f"{value:.3g} {self.unit}"
+
+    def label(self, value: float | None, digits: int = 2) -> str:
+        """A value for people; "n/a" where it is not defined."""
+        if self.unit == "%" or value is None:
+            return percent(value, digits)
+        return f"{value:.{digits + 1}f} {self.unit}"
+
+    def place(self, point: int) -> float:
+        """Where a point lies, 0 to 1."""
+        if self.x_values is not None:
+            return self.x_values[point]
+        return point / (len(self.x_ticks) - 1) if len(self.x_ticks) > 1 else 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class BarChart:
+    """One bar a row, in parts that stand for a series each."""
+
+    name: str
+    title: str
+    alt: str
+    x_label: str
+    rows: Mapping[str, tuple[float, ...]]  # by label, one value a series
+    series: tuple[str, ...]
+
+    def totals(self) -> dict[str, float]:
+        """The length of each bar."""
+        return {label: sum(values) for label, values in self.rows.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixChart:
+    """Expert by expert of one layer: how often two are chosen together, relative to chance."""
+
+    layer: int
+    alt: str
+    lift: list[list[float | None]]  # None on the diagonal and where a product of uses is 0
+    limit: float  # the colours span 2 ** -limit to 2 ** limit
+
+
+def _round_up(value: float) -> float:
+    """The least number of the list, times a power of ten, that is not below; all are easily divided by five."""
+    if value <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(step * power for step in (1, 1.5, 2, 2.5, 3, 4, 5, 7.5, 10) if step * power >= value * 0.9999)
 
 
 def heatmaps(profile: Profile) -> list[Heatmap]:
@@ -93,8 +153,8 @@ def slug(name: str, place: int) -> str:
 
 
 def line_charts(profile: Profile) -> list[LineChart]:
-    """Agreement with the draft where it was measured, then reuse."""
-    charts = [_kept(profile), _reuse(profile)]
+    """Agreement with the draft where it was measured, then spread of the load, and reuse."""
+    charts = [_entropy(profile), _load(profile), _kept(profile), _reuse(profile)]
     if profile.manifest.draft is not None:
         following = [_agreement_next(profile)] if len(profile.manifest.moe_layers) > 1 else []
         charts = [_agreement(profile), *following, *charts]
@@ -143,6 +203,41 @@ def _agreement_next(profile: Profile) -> LineChart:
         x_ticks=_layer_ticks(profile)[:-1],
         series=series,
     )
+
+
+def _entropy(profile: Profile) -> LineChart:
+    manifest = profile.manifest
+    counts = profile.tensors["counts"].double()
+    shares = entropy(counts / counts.sum(-1, keepdim=True)) / math.log2(manifest.num_experts)
+    series = {name: _defined(shares[place]) for place, name in enumerate(manifest.domain_names)}
+    return LineChart(
+        name="entropy",
+        title="How evenly the experts of a layer are used: entropy",
+        alt=_line_alt("Entropy of the use of experts by layer, as a share of the most there can be", series),
+        x_label="layer",
+        y_label="entropy of the experts' use, of that of an even use",
+        x_ticks=_layer_ticks(profile),
+        series=series,
+    )
+
+
+def _load(profile: Profile) -> LineChart:
+    manifest = profile.manifest
+    busiest = use_rates(profile).amax(-1) * manifest.num_experts / manifest.top_k
+    series = {name: _defined(busiest[place]) for place, name in enumerate(manifest.domain_names)}
+    chart = LineChart(
+        name="load",
+        title="Load of the busiest expert",
+        alt="",
+        x_label="layer",
+        y_label="uses of the busiest expert, relative to an even use",
+        x_ticks=_layer_ticks(profile),
+        series=series,
+        reference=[1.0] * len(manifest.moe_layers),
+        reference_label="even",
+        unit="×",
+    )
+    return replace(chart, alt=line_alt("Uses of the busiest expert by layer, relative to an even use", chart))
 
 
 def _kept(profile: Profile) -> LineChart:
@@ -194,8 +289,14 @@ def _heatmap_alt(name: str, ratio: list[list[float]], layers: tuple[int, ...]) -
 
 
 def _line_alt(what: str, series: dict[str, list[float | None]]) -> str:
+    return line_alt(what, LineChart("", "", "", "", "", (), series))
+
+
+def line_alt(what: str, chart: LineChart) -> str:
+    """What a chart shows in words, with the least and the greatest value of each line."""
     parts = []
-    for name, line in series.items():
+    for name, line in chart.series.items():
         values = [value for value in line if value is not None]
-        parts.append(f"{name} {percent(min(values))} to {percent(max(values))}" if values else f"{name} n/a")
+        ends = f"{chart.label(min(values), 1)} to {chart.label(max(values), 1)}" if values else "n/a"
+        parts.append(f"{name} {ends}")
     return f"{what}: {'; '.join(parts)}."

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moespeq_cli.profile.outputs import OutputTally
 from moespeq_cli.profile.routing import (
     AgreementTally,
     RoutingTally,
@@ -22,6 +23,7 @@ from runtime.model.families import LayerExperts
 from runtime.model.stream import LayerStream, LayerTrace, Observer, StreamedLayer
 
 NEXT_LAYER_TOKENS = 4096  # on how many the one-layer reading is taken: it costs two more passes
+KEPT_STATES = ("target", "draft", "ahead")
 LOGIT_ROWS = 256  # tokens whose logits of both models are in memory at a time
 
 
@@ -30,6 +32,19 @@ class DraftExperts(Protocol):
 
     def read_layer(self, layer_id: int, dtype: torch.dtype) -> LayerExperts:
         """The dequantised experts of a layer."""
+
+
+class Keeper(Protocol):
+    """Where the work after each layer is kept; `moespeq_cli.profile.work.Work` is one."""
+
+    def resume(self) -> tuple[int, dict[str, Tensor]] | None:
+        """How many layers are done, and what was kept after them."""
+
+    def inputs(self, layer_id: int, target: list[Tensor]) -> None:
+        """The target's states before a layer, or after the last."""
+
+    def keep(self, layers_done: int, tensors: dict[str, Tensor]) -> None:
+        """What goes on after so many layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +80,7 @@ def measure(
     quantized_sha256: str = "",
     trace_tokens: int = 16384,
     advance: Callable[[], None] = lambda: None,
+    keeper: Keeper | None = None,
 ) -> Measurement:
     """Route every sequence and count.
 
@@ -75,8 +91,9 @@ def measure(
         quantized_sha256: names that artifact in the figures.
         trace_tokens: how many tokens' choices are kept as they are.
         advance: called after each layer, and after the logits.
+        keeper: has what an earlier call had measured, and takes what this one has.
     """
-    return _Run(stream, sequences, quantized, trace_tokens).measure(quantized_sha256, advance)
+    return _Run(stream, sequences, quantized, trace_tokens).measure(quantized_sha256, advance, keeper)
 
 
 class _Run:
@@ -99,32 +116,70 @@ class _Run:
         self.agreement = AgreementTally(len(names), num_layers, spec.num_experts)
         self.agreement_next = AgreementTally(len(names), num_layers, spec.num_experts)
         self.chosen: list[Tensor] = []  # the target's choices in the current layer, a sequence each
-        self.ahead_sequences = _prefix(lengths, NEXT_LAYER_TOKENS)
+        self.ahead_sequences = prefix(lengths, NEXT_LAYER_TOKENS)
 
-    def measure(self, quantized_sha256: str, advance: Callable[[], None]) -> Measurement:
-        target = self.stream.embed([sequence.input_ids for sequence in self.sequences])
-        draft = list(target) if self.quantized is not None else None
-        ahead: list[Tensor] = []  # states behind a layer whose experts alone were the draft's
-        for layer in self.stream.layers():
-            row = self.stream.spec.moe_layers.index(layer.layer_id) if layer.is_moe else -1
-            if layer.experts is not None:
-                layer.experts = _cast(layer.experts, self.stream.dtype)
-            before = target
-            self.chosen = []
-            target = layer.forward(before, self._count(row) if layer.is_moe else None)
-            if self.quantized is not None and draft is not None:
-                if ahead:
-                    ahead = layer.forward(ahead, self._compare_next(row - 1) if layer.is_moe else None)
-                self._use_draft_experts(layer)
-                draft = layer.forward(draft, self._compare(row) if layer.is_moe else None)
-                if layer.is_moe and row + 1 < len(self.stream.spec.moe_layers):
-                    ahead = layer.forward(before[: self.ahead_sequences])
+    def measure(self, quantized_sha256: str, advance: Callable[[], None], keeper: Keeper | None) -> Measurement:
+        self.target = self.stream.embed([sequence.input_ids for sequence in self.sequences])
+        self.draft = list(self.target) if self.quantized is not None else []
+        self.ahead: list[Tensor] = []  # states behind a layer whose experts alone were the draft's
+        first = self._resume(keeper)
+        for _ in range(first):
             advance()
+        for layer in self.stream.layers(range(first, self.stream.spec.num_layers)):
+            if keeper is not None:
+                keeper.inputs(layer.layer_id, self.target)
+            self._layer(layer)
+            if keeper is not None:
+                keeper.keep(layer.layer_id + 1, self._state())
+            advance()
+        if keeper is not None:
+            keeper.inputs(self.stream.spec.num_layers, self.target)
         figures = None
-        if draft is not None:
-            figures = self._figures(target, draft, quantized_sha256)
+        if self.quantized is not None:
+            figures = self._figures(self.target, self.draft, quantized_sha256)
             advance()
         return Measurement(self._tensors(), reuse_edges(self.longest), figures)
+
+    def _layer(self, layer: StreamedLayer) -> None:
+        row = self.stream.spec.moe_layers.index(layer.layer_id) if layer.is_moe else -1
+        if layer.experts is not None:
+            layer.experts = _cast(layer.experts, self.stream.dtype)
+        before, self.chosen = self.target, []
+        self.target = layer.forward(before, self._count(row) if layer.is_moe else None)
+        if self.quantized is None:
+            return
+        if self.ahead:
+            self.ahead = layer.forward(self.ahead, self._compare_next(row - 1) if layer.is_moe else None)
+        self._use_draft_experts(layer)
+        self.draft = layer.forward(self.draft, self._compare(row) if layer.is_moe else None)
+        if layer.is_moe and row + 1 < len(self.stream.spec.moe_layers):
+            self.ahead = layer.forward(before[: self.ahead_sequences])
+
+    def _state(self) -> dict[str, Tensor]:
+        """All that the layers behind need, and all that was counted."""
+        state = {f"tally.{name}": tensor for name, tensor in self._counted().items()}
+        for name, states in zip(KEPT_STATES, (self.target, self.draft, self.ahead), strict=True):
+            state |= {f"{name}.{place:06d}": tensor for place, tensor in enumerate(states)}
+        return state
+
+    def _resume(self, keeper: Keeper | None) -> int:
+        """Take over what was kept; returns how many layers are done."""
+        found = keeper.resume() if keeper is not None else None
+        if found is None:
+            return 0
+        done, state = found
+        for name, tensor in self._counted().items():
+            tensor.copy_(state[f"tally.{name}"])
+        kept = {name: [state[key] for key in sorted(state) if key.startswith(f"{name}.")] for name in KEPT_STATES}
+        self.target, self.draft, self.ahead = (kept[name] for name in KEPT_STATES)
+        return done
+
+    def _counted(self) -> dict[str, Tensor]:
+        """The tensors that are counted in, by name."""
+        counted = self.tally.counted() | {"trace": self.trace.rows, "draft_trace": self.draft_trace.rows}
+        for name, tally in (("agreement", self.agreement), ("agreement_next", self.agreement_next)):
+            counted |= {f"{name}.common": tally.common, f"{name}.chosen": tally.chosen}
+        return counted
 
     def _count(self, row: int) -> Observer:
         def observe(trace: LayerTrace) -> None:
@@ -172,7 +227,7 @@ class _Run:
 
     def _figures(self, target: list[Tensor], draft: list[Tensor], quantized_sha256: str) -> DraftFigures:
         agreement, agreement_next = self.agreement.shares().tolist(), self.agreement_next.shares().tolist()
-        outputs = [_Outputs() for _ in self.names]
+        outputs = [OutputTally() for _ in self.names]
         for domain, ours, theirs in zip(self.domain, target, draft, strict=True):
             for start in range(0, len(ours), LOGIT_ROWS):
                 rows = slice(start, start + LOGIT_ROWS)
@@ -189,30 +244,12 @@ class _Run:
         )
 
 
-class _Outputs:
-    """How alike two models' next-token distributions are, summed over positions."""
-
-    def __init__(self) -> None:
-        self.tokens, self.same, self.overlap = 0, 0.0, 0.0
-
-    def add(self, target: Tensor, draft: Tensor) -> None:
-        """Compare [T, vocab_size] logits."""
-        self.tokens += len(target)
-        self.same += int((target.argmax(-1) == draft.argmax(-1)).sum())
-        common = torch.minimum(target.float().softmax(-1), draft.float().softmax(-1))
-        self.overlap += float(common.sum(dtype=torch.float64))
-
-    def share(self, part: float) -> float | None:
-        """Of all positions; None where there was none."""
-        return part / self.tokens if self.tokens else None
-
-
 def _cast(experts: LayerExperts, dtype: torch.dtype) -> LayerExperts:
     """The experts in the type of the arithmetic, converted once and not once a sequence."""
     return replace(experts, **{name: tensor.to(dtype) for name, tensor in experts.named().items()})
 
 
-def _prefix(lengths: list[int], max_tokens: int) -> int:
+def prefix(lengths: list[int], max_tokens: int) -> int:
     """How many of the first sequences hold at most `max_tokens` tokens together, at least one."""
     total = 0
     for count, length in enumerate(lengths):

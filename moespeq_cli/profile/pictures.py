@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from moespeq_cli.profile.charts import Heatmap, LineChart
+from moespeq_cli.profile.charts import BarChart, Heatmap, LineChart, MatrixChart
 from moespeq_cli.profile.colors import DIVERGING, REFERENCE, UNUSED, diverging, ink_on, series_style
 
 MARKER_CODES = {"circle": "o", "square": "s", "triangle": "^", "diamond": "D"}
@@ -39,14 +39,15 @@ def save_heatmap(chart: Heatmap, folder: Path) -> Path:
     labels = chart.bar_labels()
     bar = figure.colorbar(image, ax=axes, ticks=[power for power, _ in labels], pad=0.02)
     bar.ax.set_yticklabels([label for _, label in labels])
-    bar.set_label("relative to balance (grey: never used)" if _has_unused(chart) else "relative to balance")
+    what = "relative to balance" if chart.balance == "balanced" else f"relative to {chart.balance}"
+    bar.set_label(f"{what} (grey: never used)" if _has_unused(chart) else what)
     return _save(figure, folder, chart.name)
 
 
 def save_lines(chart: LineChart, folder: Path) -> Path:
     """Draw one line chart to `<name>.png`."""
     figure, axes = _figure(8.0, 4.2)
-    places = list(range(len(chart.x_ticks)))
+    places = [chart.place(point) for point in range(len(chart.x_ticks))]
     for index, (name, line) in enumerate(chart.series.items()):
         color, marker = series_style(index)
         values = [math.nan if value is None else value for value in line]
@@ -58,14 +59,67 @@ def save_lines(chart: LineChart, folder: Path) -> Path:
     axes.set_ylabel(chart.y_label)
     low, high = chart.y_range
     axes.set_ylim(low, high + 0.02 * (high - low))
-    axes.set_yticks(chart.y_ticks, [f"{100 * tick:g} %" for tick in chart.y_ticks])
-    _ticks(axes.set_xticks, list(chart.x_ticks), 16)
+    axes.set_yticks(chart.y_ticks, [chart.tick(tick) for tick in chart.y_ticks])
+    _ticks(axes.set_xticks, list(chart.x_ticks), 16, places)
     axes.grid(axis="y", color="#dddddd")
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.legend(frameon=False)
     return _save(figure, folder, chart.name)
+
+
+def save_bars(chart: BarChart, folder: Path) -> Path:
+    """Draw one bar chart to `<name>.png`."""
+    figure, axes = _figure(8.0, min(1.4 + 0.3 * len(chart.rows), 12.0))
+    labels, starts = list(chart.rows), [0.0] * len(chart.rows)
+    for index, name in enumerate(chart.series):
+        values = [chart.rows[label][index] for label in labels]
+        hatch = "///" if index else None
+        axes.barh(labels, values, left=starts, color=series_style(index)[0], edgecolor="white", hatch=hatch, label=name)
+        starts = [start + value for start, value in zip(starts, values, strict=True)]
+    for place, total in enumerate(starts):
+        axes.text(total, place, f" {total:.3g}", va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_title(chart.title, fontsize=11)
+    axes.set_xlabel(chart.x_label)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    if len(chart.series) > 1:
+        axes.legend(frameon=False, loc="lower right")
+    return _save(figure, folder, chart.name)
+
+
+def save_matrices(charts: list[MatrixChart], folder: Path, name: str, title: str) -> Path:
+    """Draw the layers' matrices side by side to `<name>.png`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.figure import Figure
+
+    columns = min(len(charts), 6)
+    rows = -(-len(charts) // columns)
+    figure = Figure(figsize=(2.1 * max(columns, 4), 2.3 * rows + 0.6), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    colors = LinearSegmentedColormap.from_list("balance", list(DIVERGING)).with_extremes(bad=UNUSED)
+    image: Any = None
+    for place, chart in enumerate(charts):
+        axes = figure.add_subplot(rows, columns, place + 1)
+        values = [[_log(lift, chart.limit) for lift in row] for row in chart.lift]
+        image = axes.imshow(values, cmap=colors, vmin=-chart.limit, vmax=chart.limit, interpolation="nearest")
+        axes.set_title(f"layer {chart.layer}", fontsize=9)
+        axes.set_xticks([])
+        axes.set_yticks([])
+    figure.suptitle(title, fontsize=11)
+    bar = figure.colorbar(image, ax=figure.axes, ticks=[-2, -1, 0, 1, 2], fraction=0.03)
+    bar.ax.set_yticklabels(["≤ 1/4×", "1/2×", "1×", "2×", "4×"])
+    return _save(figure, folder, name)
+
+
+def _log(lift: float | None, limit: float) -> float:
+    if lift is None:
+        return math.nan
+    return math.log2(lift) if lift > 0 else -limit
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
@@ -78,9 +132,9 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
     return figure, figure.add_subplot()
 
 
-def _ticks(put: Any, labels: list[str], most: int) -> None:
+def _ticks(put: Any, labels: list[str], most: int, places: list[float] | None = None) -> None:
     step = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) if len(labels) / step <= most)
-    put(list(range(0, len(labels), step)), labels[::step])
+    put((list(range(len(labels))) if places is None else places)[::step], labels[::step])
 
 
 def _write_values(axes: Any, chart: Heatmap) -> None:

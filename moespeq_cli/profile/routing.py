@@ -68,6 +68,11 @@ class RoutingTally:
         self.kept[domain, layer] += int((gaps == 1).sum())
         self.keepable[domain, layer] += int(chosen[1:].sum())
 
+    def counted(self) -> dict[str, Tensor]:
+        """The sums alone, which `add` counts in."""
+        names = ("counts", "coactivation", "histogram", "first_uses", "distance", "kept", "keepable")
+        return {name: getattr(self, name) for name in names}
+
     def tensors(self) -> dict[str, Tensor]:
         """The sums and the means that follow from them, under their names in the artifact."""
         return {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from html import escape
 
-from moespeq_cli.profile.charts import Heatmap, LineChart, percent
+from moespeq_cli.profile.charts import BarChart, Heatmap, LineChart, MatrixChart
 from moespeq_cli.profile.colors import REFERENCE, UNUSED, diverging, ink_on, series_style
+from moespeq_cli.profile.png import data_uri
 
 LEFT, TOP = 56.0, 30.0
 GRID_WIDTH = 840.0  # the cells of a heatmap fill at most this
@@ -30,7 +31,8 @@ def heatmap_svg(chart: Heatmap) -> str:
             parts.append(_text(LEFT - 6, TOP + high * (row + 0.5) + 4, label, "end"))
         for expert, ratio in enumerate(chart.ratio[row]):
             box = (LEFT + wide * expert, TOP + high * row, wide, high)
-            tip = f"layer {layer}, expert {expert}: {chart.counts[row][expert]} tokens, {ratio:.2f} × balanced"
+            amount = f"{chart.counts[row][expert]} {chart.unit}"
+            tip = f"layer {layer}, expert {expert}: {amount}, {ratio:.2f} × {chart.balance}"
             parts.append(_cell(box, ratio, chart.limit, tip))
     parts.append(_color_bar(LEFT, TOP + grid_high + 16, chart))
     return _svg(max(width, LEFT + 92 * chart.limit + 140), TOP + grid_high + 54, chart.alt, parts)
@@ -77,7 +79,7 @@ def lines_svg(chart: LineChart) -> str:
         path = _polyline([(scale.x(place), scale.y(value)) for place, value in defined])
         parts.append(f'<polyline {path} stroke="{color}" stroke-width="2"/>')
         for place, value in defined:
-            tip = f"{name}, {chart.x_label} {chart.x_ticks[place]}: {percent(value, 2)}"
+            tip = f"{name}, {chart.x_label} {chart.x_ticks[place]}: {chart.label(value)}"
             point = _marker(marker, scale.x(place), scale.y(value), color)
             parts.append(f"<g><title>{escape(tip)}</title>{point}</g>")
     parts.append(_legend(chart))
@@ -86,16 +88,63 @@ def lines_svg(chart: LineChart) -> str:
     return _svg(width, TOP + PLOT_HEIGHT + 48, chart.alt, parts)
 
 
+def bars_svg(chart: BarChart) -> str:
+    """One bar a row, its parts in the colour of their series and, from the second on, hatched."""
+    longest = max(chart.totals().values(), default=0.0) or 1.0
+    left = 24 + 6.6 * max(len(label) for label in chart.rows)
+    width, high = 560.0, 20.0
+    parts = [_hatches(), _text(4, 14, chart.x_label, "start")]
+    for row, (label, values) in enumerate(chart.rows.items()):
+        x, y = left, TOP + high * row
+        parts.append(_text(left - 8, y + 14, label, "end"))
+        for index, value in enumerate(values):
+            wide = width * value / longest
+            box = f'x="{x:.1f}" y="{y + 2:.1f}" width="{wide:.1f}" height="{high - 5:.1f}"'
+            tip = f"{label}, {chart.series[index]}: {value:.3g}" if len(chart.series) > 1 else f"{label}: {value:.3g}"
+            hatch = f'<rect {box} fill="url(#hatch)"/>' if index else ""
+            color = series_style(index)[0]
+            parts.append(f'<g><title>{escape(tip)}</title><rect {box} fill="{color}"/>{hatch}</g>')
+            x += wide
+        parts.append(_text(x + 6, y + 14, f"{sum(values):.3g}", "start"))
+    bottom = TOP + high * len(chart.rows)
+    if len(chart.series) > 1:
+        x = left
+        for index, name in enumerate(chart.series):
+            box = f'x="{x:.1f}" y="{bottom + 8:.1f}" width="14" height="12"'
+            parts.append(f'<rect {box} fill="{series_style(index)[0]}"/>')
+            parts.append(f'<rect {box} fill="url(#hatch)"/>' if index else "")
+            parts.append(_text(x + 20, bottom + 18, name, "start"))
+            x += 40 + 7.2 * len(name)
+    return _svg(left + width + 70, bottom + (28 if len(chart.series) > 1 else 4), chart.alt, parts)
+
+
+def _hatches() -> str:
+    return (
+        '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        '<path d="M0 0v6" stroke="#fff" stroke-width="2.5"/></pattern></defs>'
+    )
+
+
+def matrix_image(chart: MatrixChart) -> str:
+    """An image of one pixel a pair of experts, enlarged by the page."""
+    colors = [
+        [UNUSED if lift is None else diverging(-1.0 if lift <= 0 else math.log2(lift) / chart.limit) for lift in row]
+        for row in chart.lift
+    ]
+    return f'<img src="{data_uri(colors)}" alt="{escape(chart.alt)}" width="{len(colors)}" height="{len(colors)}">'
+
+
 class _Scale:
     """Where values lie on the paper."""
 
     def __init__(self, chart: LineChart) -> None:
         self.low, self.high = chart.y_range
-        self.step = PLOT_WIDTH / max(len(chart.x_ticks) - 1, 1)
-        self.start = PLOT_LEFT + (0 if len(chart.x_ticks) > 1 else PLOT_WIDTH / 2)
+        places = [chart.place(point) for point in range(len(chart.x_ticks))]
+        self.xs = [PLOT_LEFT + PLOT_WIDTH * place for place in places]
+        self.step = PLOT_WIDTH / max(len(self.xs) - 1, 1)
 
     def x(self, place: int) -> float:
-        return self.start + self.step * place
+        return self.xs[place]
 
     def y(self, value: float) -> float:
         return TOP + PLOT_HEIGHT * (self.high - value) / (self.high - self.low)
@@ -105,13 +154,23 @@ def _axes(chart: LineChart, scale: _Scale) -> str:
     parts = []
     for level in chart.y_ticks:
         parts.append(f'<path class="grid" d="M{PLOT_LEFT} {scale.y(level):.1f}h{PLOT_WIDTH}"/>')
-        parts.append(_text(PLOT_LEFT - 8, scale.y(level) + 4, f"{100 * level:g} %", "end"))
-    every = _label_step(scale.step, 8 + 7 * max((len(tick) for tick in chart.x_ticks), default=1))
-    for place, tick in enumerate(chart.x_ticks):
-        if place % every == 0:
-            parts.append(_text(scale.x(place), TOP + PLOT_HEIGHT + 18, tick, "middle"))
+        parts.append(_text(PLOT_LEFT - 8, scale.y(level) + 4, chart.tick(level), "end"))
+    for place in _labelled(chart, scale):
+        parts.append(_text(scale.x(place), TOP + PLOT_HEIGHT + 18, chart.x_ticks[place], "middle"))
     parts.append(_text(PLOT_LEFT + PLOT_WIDTH / 2, TOP + PLOT_HEIGHT + 38, chart.x_label, "middle"))
     return "".join(parts)
+
+
+def _labelled(chart: LineChart, scale: _Scale) -> list[int]:
+    """The points that are named on the axis, so that their names do not touch."""
+    needed = 8 + 7 * max((len(tick) for tick in chart.x_ticks), default=1)
+    if chart.x_values is None:
+        return list(range(0, len(chart.x_ticks), _label_step(scale.step, needed)))
+    named: list[int] = []
+    for place in range(len(chart.x_ticks)):
+        if not named or scale.x(place) - scale.x(named[-1]) >= needed:
+            named.append(place)
+    return named
 
 
 def _legend(chart: LineChart) -> str:

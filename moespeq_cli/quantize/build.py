@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ import torch
 
 from moespeq_cli.quantize import folder as files
 from moespeq_cli.quantize.calibrate import Sequences, choose_seq_len, make_sequences, read_texts
+from moespeq_cli.quantize.comparison import Comparison, dequantized_layer
 from moespeq_cli.quantize.hessian import TokenLog
-from moespeq_cli.quantize.layer import LayerQuantizer
-from moespeq_cli.quantize.plan import Plan, QuantizeOptions, make_plan, plan_lines
-from moespeq_cli.quantize.report import LinearReport, build_report, mean_output_error
+from moespeq_cli.quantize.layer import LayerQuantizer, LayerResult
+from moespeq_cli.quantize.plan import Plan, QuantizeOptions, make_plan, plain_format, plan_lines
+from moespeq_cli.quantize.report import LinearReport, build_report, mean_output_error, sensitive_report
+from moespeq_cli.quantize.sensitive import SensitiveChoice, choose_layers
 from moespeq_cli.quantize.solver import make_solver, pick_device
 from runtime.artifacts.checkpoint import Checkpoint
 from runtime.artifacts.folder import check_free_space, claim_output, refuse_other_kind, write_guard
@@ -28,13 +30,14 @@ from runtime.artifacts.manifest import (
     save_manifest,
     write_json,
 )
-from runtime.artifacts.quantized import Calibration, QuantizedManifest
+from runtime.artifacts.quantized import Calibration, LayerFormat, QuantizedManifest
 from runtime.errors import ArtifactError, InputError
-from runtime.model.families import MoeSpec, describe
-from runtime.model.stream import LayerStream
+from runtime.model.families import LayerExperts, MoeSpec, describe
+from runtime.model.stream import LayerStream, StreamedLayer
 from runtime.model.tokenizer import load_tokenizer
 
 REPORT = "report.json"
+COMPARED = "compared"  # the step that says what the sensitive layers bought
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class Work:
     plan: Plan
     sequences: Sequences
     device: torch.device
+    choice: SensitiveChoice | None = None  # of a profile; its layers are the options' sensitive ones
 
     @property
     def out(self) -> Path:
@@ -93,6 +97,10 @@ def prepare(options: QuantizeOptions) -> Work:
     if options.out.resolve() == checkpoint.folder.resolve():
         raise InputError(expected="--out apart from the model", found=str(options.out), mend="choose another --out")
     spec = describe(checkpoint)
+    choice = None
+    if options.profile is not None:
+        choice = choose_layers(options.profile, options.share, checkpoint.digest)
+        options = replace(options, sensitive_layers=choice.layers)
     device = pick_device(options.device)
     if options.method == "gptq":
         make_solver(options.solver)
@@ -103,7 +111,7 @@ def prepare(options: QuantizeOptions) -> Work:
     sequences = make_sequences(
         source, texts, tokenizer, options.samples, seq_len, options.seed, int(config.get("vocab_size", 1 << 31))
     )
-    return Work(options, checkpoint, spec, make_plan(checkpoint, spec, options, sequences), sequences, device)
+    return Work(options, checkpoint, spec, make_plan(checkpoint, spec, options, sequences), sequences, device, choice)
 
 
 def quantize(
@@ -124,6 +132,7 @@ def quantize(
         MoespeqError: input that cannot be used, another result in the folder, a full disk.
     """
     work = work or prepare(options)
+    options = work.options
     for line in plan_lines(work.plan, options, work.sequences):
         say(line)
     out = work.out
@@ -211,48 +220,79 @@ def _quantize_layers(
     while _step(first) in journal.done:
         first += 1
         advance()
-    if first > last:
+    if first > last and (not options.sensitive_layers or COMPARED in journal.done):
         return
     if first:
-        say(f"going on at layer {first} of {last}")
+        say(f"going on at layer {min(first, last)} of {last}")
     quantizer = LayerQuantizer(make_solver(options.solver) if options.method == "gptq" else None, work.device)
     stream = LayerStream(work.checkpoint, spec, torch.float32)
     hidden = stream.embed(work.sequences.ids)
+    comparison = Comparison.begin(hidden) if options.sensitive_layers else None
     if first:
-        hidden = files.load_hidden(work.out, first)
-    for layer in stream.layers():
+        kept = files.load_hidden(work.out, first)
+        hidden = kept.pop("")
+        if comparison is not None:
+            comparison.states = kept
+    for layer in stream.layers(range(first, last + 1)):
         layer_id = layer.layer_id
-        if layer_id < first:
-            continue
         log = TokenLog(spec.num_experts)
         hidden = layer.forward(hidden, log)
+        linears = None
+        if layer.experts is not None:
+            result, plain = _quantize_layer(work, quantizer, layer, log)
+            if comparison is not None:
+                form = work.plan.formats[layer_id]
+                chosen = _dequantizer(work, layer_id, form, result)
+                other = None if plain is None else _dequantizer(work, layer_id, plain_format(form, options), plain)
+                comparison.forward(layer, chosen, other)
+            linears = result.linears
+        elif comparison is not None:
+            comparison.forward(layer)
 
         def keep_states(after: int = layer_id + 1, states: list[torch.Tensor] = hidden) -> None:
-            if after <= last:
-                files.save_hidden(work.out, after, states)
+            if after <= last or comparison is not None:
+                others = None if comparison is None else comparison.states
+                files.save_hidden(work.out, after, states, others)
 
-        if layer.experts is not None and layer.math is not None:
-            form = work.plan.formats[layer_id]
-            settings = options.solver_settings(form.bits, form.group_size)
-            result = quantizer.quantize(layer_id, layer.experts, layer.math, log, form, settings)
-            rows = [asdict(linear) for linear in result.linears]
+        if linears is not None:
+            rows: dict[str, Any] = {"linears": [asdict(linear) for linear in linears]}
+            if plain is not None:
+                rows["plain"] = [asdict(linear) for linear in plain.linears]
             _save_shard(
-                work.out,
-                shards.layer_file(layer_id),
-                result.tensors,
-                journal,
-                _step(layer_id),
-                keep_states,
-                linears=rows,
+                work.out, shards.layer_file(layer_id), result.tensors, journal, _step(layer_id), keep_states, **rows
             )
-            say(_layer_line(layer_id, result.linears))
+            say(_layer_line(layer_id, linears))
         else:
             keep_states()
             journal.mark(_step(layer_id), {})
         files.hidden_file(work.out, layer_id).unlink(missing_ok=True)
         advance()
-        if layer_id == last:
-            break
+    if comparison is not None:
+        hidden = hidden[: comparison.num_sequences]
+        for layer in stream.layers(range(last + 1, spec.num_layers)):  # dense layers behind the last one with experts
+            hidden = layer.forward(hidden)
+            comparison.forward(layer)
+        journal.mark(COMPARED, comparison.acceptance(stream, hidden))
+
+
+def _quantize_layer(
+    work: Work, quantizer: LayerQuantizer, layer: StreamedLayer, log: TokenLog
+) -> tuple[LayerResult, LayerResult | None]:
+    """The layer as it is to be and, if it is a sensitive one, as it would be otherwise."""
+    assert layer.experts is not None and layer.math is not None
+    options, form = work.options, work.plan.formats[layer.layer_id]
+
+    def solved(form: LayerFormat) -> LayerResult:
+        settings = options.solver_settings(form.bits, form.group_size)
+        assert layer.experts is not None and layer.math is not None
+        return quantizer.quantize(layer.layer_id, layer.experts, layer.math, log, form, settings)
+
+    sensitive = layer.layer_id in options.sensitive_layers
+    return solved(form), solved(plain_format(form, options)) if sensitive else None
+
+
+def _dequantizer(work: Work, layer_id: int, form: LayerFormat, result: LayerResult) -> Callable[[], LayerExperts]:
+    return lambda: dequantized_layer(result.tensors, layer_id, form, work.spec.num_experts, torch.float32)
 
 
 def _step(layer_id: int) -> str:
@@ -281,7 +321,14 @@ def _finish(work: Work, shards: files.Shards, journal: Journal) -> QuantizedMani
     names += files.write_configuration(out, work.checkpoint, files.quantization_config(work.plan, options))
     names.append(files.write_index(out, {record["file"]: record["sizes"] for record in records}))
     with write_guard("the report", out):
-        write_json(out / REPORT, build_report(linears, options.min_tokens, work.settings))
+        body = build_report(linears, options.min_tokens, work.settings)
+        if options.sensitive_layers:
+            plain = [LinearReport(**row) for record in records for row in record.get("plain", ())]
+            acceptance = journal.done[COMPARED]
+            body["sensitive"] = sensitive_report(
+                spec, options, work.plan.formats, linears, plain, acceptance, work.choice
+            )
+        write_json(out / REPORT, body)
     names.append(REPORT)
     manifest = QuantizedManifest(
         model_digest=work.checkpoint.digest,

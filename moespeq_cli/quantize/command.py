@@ -72,6 +72,17 @@ def quantize(
     sensitive_bits: Annotated[
         int, typer.Option("--sensitive-bits", help="Width of their codes, one scale an output channel")
     ] = 8,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="Folder that profile made, to pick the sensitive layers by")
+    ] = None,
+    sensitive_share: Annotated[
+        float | None,
+        typer.Option(
+            "--sensitive-share",
+            help="Share of the layers with experts that --profile picks, rounded up to whole layers",
+            show_default="0.1",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option("--device", help="Where to factorise and sweep: auto, cpu, cuda")] = "auto",
     seed: Annotated[int, typer.Option("--seed", help="Chooses among more text than is wanted")] = 0,
     as_json: Json = False,
@@ -82,6 +93,8 @@ def quantize(
         raise InputError(expected="--sym", found="--no-sym", mend="leave it out: only symmetric scales are supported")
     from moespeq_cli.quantize import build
     from moespeq_cli.quantize.plan import QuantizeOptions
+    from moespeq_cli.quantize.report import sensitive_lines
+    from runtime.artifacts.manifest import read_json
 
     options = QuantizeOptions(
         model=model_folder(model),
@@ -99,6 +112,8 @@ def quantize(
         skip_modules=_names(skip_modules),
         sensitive_layers=_numbers(sensitive_layers),
         sensitive_bits=sensitive_bits,
+        profile=profile,
+        sensitive_share=sensitive_share,
         min_tokens=min_tokens,
         seed=seed,
         device=device,
@@ -116,6 +131,13 @@ def quantize(
             f"{manifest.rounded_linears} of {manifest.quantized_linears} linears were rounded to nearest, for want of "
             f"tokens; {options.out / build.REPORT} lists their experts"
         )
+    sensitive = None
+    if work.options.sensitive_layers:
+        sensitive = read_json(options.out / build.REPORT, "the report").get("sensitive")
+        for line in sensitive_lines(sensitive) if sensitive is not None else ():  # older reports have none
+            console.note(line)
+    elif profile is not None:
+        console.note(f"--sensitive-share {work.options.share:g} picks no layer")
     console.emit(
         {
             "path": str(options.out),
@@ -125,6 +147,7 @@ def quantize(
             "mean_output_error": manifest.mean_output_error,
             "calibration_tokens": manifest.calibration.tokens,
             "bytes": sum(entry.size_bytes for entry in manifest.files.values()),
+            "sensitive": sensitive,
         },
         as_json,
     )

@@ -81,13 +81,24 @@ def hidden_file(folder: Path, layer_id: int) -> Path:
     return folder / f"hidden-{layer_id:05d}.safetensors"
 
 
-def save_hidden(folder: Path, layer_id: int, hidden: list[Tensor]) -> None:
-    """Keep the states before a layer, so that a stopped run goes on without running the layers before it again."""
-    save_tensors(hidden_file(folder, layer_id), {f"{i:06d}": states.contiguous() for i, states in enumerate(hidden)})
+def save_hidden(
+    folder: Path, layer_id: int, hidden: list[Tensor], others: dict[str, list[Tensor]] | None = None
+) -> None:
+    """Keep the states before a layer, so that a stopped run goes on without running the layers before it again.
+
+    Args:
+        folder: the output.
+        layer_id: the layer.
+        hidden: of the calibration sequences.
+        others: of the drafts that are compared, by name.
+    """
+    lists = {"": hidden} | {f"{name}.": states for name, states in (others or {}).items()}
+    tensors = {f"{name}{i:06d}": states.contiguous() for name, part in lists.items() for i, states in enumerate(part)}
+    save_tensors(hidden_file(folder, layer_id), tensors)
 
 
-def load_hidden(folder: Path, layer_id: int) -> list[Tensor]:
-    """The states before a layer.
+def load_hidden(folder: Path, layer_id: int) -> dict[str, list[Tensor]]:
+    """What `save_hidden` kept: the calibration sequences' states under "", those of drafts by name.
 
     Raises:
         ArtifactError: the file is gone.
@@ -99,8 +110,11 @@ def load_hidden(folder: Path, layer_id: int) -> list[Tensor]:
             found="no such file",
             mend="start over with --force",
         )
+    found: dict[str, list[Tensor]] = {}
     states = load_file(path)
-    return [states[name].clone() for name in sorted(states)]
+    for key in sorted(states):
+        found.setdefault(key.rpartition(".")[0], []).append(states[key].clone())
+    return found
 
 
 def copy_companions(source: Path, folder: Path) -> list[str]:

@@ -16,6 +16,7 @@ from runtime.model.families import PROJECTIONS, MoeSpec, dense_names
 
 METHODS = ("gptq", "rtn")
 ALWAYS_SKIPPED = ("gate", "attention", "layernorm", "shared_expert")
+SENSITIVE_SHARE = 0.1
 MIN_TOKENS = 32  # docs/quantize.md says how it was found
 
 
@@ -38,6 +39,8 @@ class QuantizeOptions:
     skip_modules: tuple[str, ...] = ALWAYS_SKIPPED
     sensitive_layers: tuple[int, ...] = ()
     sensitive_bits: int = 8
+    profile: Path | None = None  # picks the sensitive layers
+    sensitive_share: float | None = None  # of the layers that a profile picks; None: SENSITIVE_SHARE
     min_tokens: int = MIN_TOKENS
     seed: int = 0
     device: str = "auto"
@@ -56,6 +59,16 @@ class QuantizeOptions:
         for option, bits in (("--bits", self.bits), ("--sensitive-bits", self.sensitive_bits)):
             if bits not in SUPPORTED_BITS:
                 raise InputError(expected=f"{option} of 4 or 8", found=str(bits), mend="pass one of these")
+        if self.profile is not None and self.sensitive_layers:
+            raise InputError(
+                expected="--sensitive-layers or --profile, which picks them",
+                found="both",
+                mend="leave one of the two out",
+            )
+        if self.profile is None and self.sensitive_share is not None:
+            raise InputError(
+                expected="--profile with --sensitive-share", found="none", mend="pass the folder that profile made"
+            )
         if not 0 < self.damp_percent <= 1:
             raise InputError(
                 expected="--damp-percent above 0 and at most 1, a share of the Hessian's mean diagonal",
@@ -75,6 +88,11 @@ class QuantizeOptions:
                 found="--solver auto-gptq, which takes its scales from the largest weight",
                 mend="leave one of the two out",
             )
+
+    @property
+    def share(self) -> float:
+        """Of the layers that a profile picks."""
+        return SENSITIVE_SHARE if self.sensitive_share is None else self.sensitive_share
 
     def solver_settings(self, bits: int, group_size: int) -> SolverSettings:
         """The settings with which a layer's linears are solved."""
@@ -109,7 +127,7 @@ class Plan:
     dense_bytes: int
     expert_bytes: int  # in the source
     quantized_bytes: int  # of the same experts when done
-    hidden_bytes: int  # of the calibration tokens between two layers
+    hidden_bytes: int  # of the calibration tokens between two layers, at most: a comparison takes some twice more
 
     @property
     def linears(self) -> int:
@@ -135,15 +153,15 @@ def make_plan(checkpoint: Checkpoint, spec: MoeSpec, options: QuantizeOptions, s
         ShapeError: a dimension that the groups do not fit, naming the tensor.
     """
     formats = layer_formats(spec, options)
-    item_bytes = {"F32": 4}.get(spec.dtype, 2)
+    item_bytes = source_item_bytes(spec)
     dense = sum(checkpoint.tensors[n].end - checkpoint.tensors[n].start for n in dense_names(checkpoint, spec))
     plan = Plan(
         spec=spec,
         formats=formats,
         dense_bytes=dense,
         expert_bytes=spec.num_records * spec.expert_parameters * item_bytes,
-        quantized_bytes=sum(_layer_bytes(spec, layer, item_bytes) for layer in formats.values()),
-        hidden_bytes=sequences.tokens * spec.hidden_size * 4,
+        quantized_bytes=sum(layer_bytes(spec, layer, item_bytes) for layer in formats.values()),
+        hidden_bytes=sequences.tokens * spec.hidden_size * 4 * (3 if options.sensitive_layers else 1),
     )
     if plan.quantized_linears == 0:
         raise InputError(
@@ -152,6 +170,11 @@ def make_plan(checkpoint: Checkpoint, spec: MoeSpec, options: QuantizeOptions, s
             mend="shorten --skip-modules, or pass a wider model",
         )
     return plan
+
+
+def source_item_bytes(spec: MoeSpec) -> int:
+    """Bytes of a weight in the source."""
+    return {"F32": 4}.get(spec.dtype, 2)
 
 
 def layer_formats(spec: MoeSpec, options: QuantizeOptions) -> dict[int, LayerFormat]:
@@ -177,6 +200,11 @@ def layer_formats(spec: MoeSpec, options: QuantizeOptions) -> dict[int, LayerFor
                 check_linear(out_features, in_features, group_size, bits, linear_name(layer_id, 0, projection))
         formats[layer_id] = LayerFormat(bits, group_size, tuple(kept))
     return formats
+
+
+def plain_format(form: LayerFormat, options: QuantizeOptions) -> LayerFormat:
+    """What a sensitive layer would be if it were not one."""
+    return LayerFormat(options.bits, options.group_size, form.kept)
 
 
 def linear_shape(spec: MoeSpec, projection: str) -> tuple[int, int]:
@@ -245,7 +273,8 @@ def _kept(skip_modules: tuple[str, ...], spec: MoeSpec) -> tuple[set[str], set[i
     return projections, layers
 
 
-def _layer_bytes(spec: MoeSpec, layer: LayerFormat, item_bytes: int) -> int:
+def layer_bytes(spec: MoeSpec, layer: LayerFormat, item_bytes: int) -> int:
+    """Bytes of a layer's routed experts in the folder."""
     total = 0
     for projection in PROJECTIONS:
         out_features, in_features = linear_shape(spec, projection)

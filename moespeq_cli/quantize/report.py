@@ -9,6 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moespeq_cli.quantize.plan import QuantizeOptions, layer_bytes, plain_format, source_item_bytes
+from moespeq_cli.quantize.sensitive import SensitiveChoice
+from runtime.artifacts.quantized import LayerFormat
+from runtime.memory.sizes import format_size
+from runtime.model.families import MoeSpec
+
 
 @dataclass(frozen=True, slots=True)
 class LinearReport:
@@ -65,6 +71,70 @@ def build_report(linears: list[LinearReport], min_tokens: int, settings: dict[st
         "experts_with_too_few_tokens": [{"layer": n, "expert": e, "tokens": t} for n, e, t in starved],
         "linears": [asdict(linear) for linear in linears],
     }
+
+
+def sensitive_report(
+    spec: MoeSpec,
+    options: QuantizeOptions,
+    formats: dict[int, LayerFormat],
+    linears: list[LinearReport],
+    plain: list[LinearReport],
+    acceptance: dict[str, Any],
+    choice: SensitiveChoice | None,
+) -> dict[str, Any]:
+    """What the sensitive layers bought, beside the same layers in the format of all others.
+
+    Args:
+        spec, options, formats: the work.
+        linears: as they were quantised.
+        plain: those of the sensitive layers in the other format.
+        acceptance: what `Comparison.acceptance` found.
+        choice: how a profile picked the layers; None where they were named.
+    """
+    item_bytes = source_item_bytes(spec)
+    layers = []
+    for layer_id in sorted(options.sensitive_layers):
+        form = formats[layer_id]
+        without = plain_format(form, options)
+        layers.append(
+            {
+                "layer": layer_id,
+                "output_error": mean_output_error(x for x in linears if x.layer == layer_id),
+                "output_error_plain": mean_output_error(x for x in plain if x.layer == layer_id),
+                "bytes": layer_bytes(spec, form, item_bytes),
+                "bytes_plain": layer_bytes(spec, without, item_bytes),
+            }
+        )
+    others = [form for layer_id, form in formats.items() if layer_id not in options.sensitive_layers]
+    rest = sum(layer_bytes(spec, form, item_bytes) for form in others)
+    return {
+        "bits": options.sensitive_bits,
+        "layers": layers,
+        "bytes": rest + sum(row["bytes"] for row in layers),
+        "bytes_plain": rest + sum(row["bytes_plain"] for row in layers),
+        "acceptance": acceptance,
+        "chosen_by": None if choice is None else asdict(choice),
+    }
+
+
+def sensitive_lines(report: dict[str, Any]) -> list[str]:
+    """The same for a person."""
+    lines = []
+    for row in report["layers"]:
+        lines.append(
+            f"sensitive layer {row['layer']}: output error {row['output_error_plain']:.4f} -> "
+            f"{row['output_error']:.4f}, {format_size(row['bytes_plain'])} -> {format_size(row['bytes'])}"
+        )
+    found = report["acceptance"]
+    shares = ", ".join(
+        f"{words} {100 * found['plain'][key]:.2f} % -> {100 * found['chosen'][key]:.2f} %"
+        for key, words in (("overlap", "sampled acceptance"), ("greedy", "greedy agreement"))
+    )
+    lines.append(
+        f"bought on {found['tokens']} calibration tokens: {shares}; experts of the draft "
+        f"{format_size(report['bytes_plain'])} -> {format_size(report['bytes'])}"
+    )
+    return lines
 
 
 def _totals(linears: list[LinearReport]) -> dict[str, Any]:

@@ -93,6 +93,15 @@ def run(
             "--eviction", help="lookahead, lru, lfu or priority", show_default="lookahead", rich_help_panel=_SETTINGS
         ),
     ] = None,
+    warm: Annotated[
+        bool | None,
+        typer.Option(
+            "--warm/--no-warm",
+            help="Begin by reading the experts that the pack's profile used most",
+            show_default="True",
+            rich_help_panel=_SETTINGS,
+        ),
+    ] = None,
     expert_cache: Annotated[
         str | None,
         typer.Option(
@@ -201,6 +210,7 @@ def run(
         "speculate": False if no_speculate else None,
         "prefetch": prefetch,
         "eviction": eviction,
+        "warm": warm,
         "expert_cache_size": expert_cache,
         "max_parallel_transfers": max_parallel_transfers,
         "context": context,
@@ -304,6 +314,11 @@ def _answer(
         if not results:
             console.note("no prompts came in")
         report = engine.report() | {"finished": True, "results": results}
+        if report.get("slow_decode") is not None:
+            console.note(
+                f"residual records were decoded by NumPy, some twenty times slower than compiled code: "
+                f"{report['slow_decode']}"
+            )
     if stats is not None:
         output.write_figures(stats, report)
     _summarise(report)

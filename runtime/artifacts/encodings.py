@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from runtime.artifacts.record import DraftRecord, RecordLayout, target_tensors
-from runtime.artifacts.residual import ResidualEncoding
+from runtime.artifacts.residual_decoder import FastResidualEncoding
 from runtime.errors import ArtifactError
 from runtime.model.families import ExpertWeights
 
@@ -29,13 +29,28 @@ class TargetEncoding(Protocol):
         """The payload, uint8 [payload_bytes]; None asks for `raw` instead."""
 
     def decode(
-        self, buffer: torch.Tensor, payload_bytes: int, layout: RecordLayout, draft: DraftRecord | None
+        self,
+        buffer: torch.Tensor,
+        payload_bytes: int,
+        layout: RecordLayout,
+        draft: DraftRecord | None,
+        room: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """Exact `gate_up`, `down` and biases from a payload and, where the encoding needs it, the draft record.
+
+        Args:
+            buffer: uint8 [>= payload_bytes]; the tensors may be views of it.
+            payload_bytes: of the record.
+            layout: of raw records.
+            draft: the expert's.
+            room: uint8 [>= layout.payload_bytes] for the tensors, so that none is allocated; they may be elsewhere.
 
         Raises:
             ArtifactError: the payload contradicts itself or the draft record.
         """
+
+    def why_raw(self, layout: RecordLayout, draft: DraftRecord | None) -> str:
+        """Why a record of another name than this encoding's was stored `raw`, in a few words."""
 
 
 class RawEncoding:
@@ -50,7 +65,12 @@ class RawEncoding:
         return layout.fill(target_tensors(weights))
 
     def decode(
-        self, buffer: torch.Tensor, payload_bytes: int, layout: RecordLayout, draft: DraftRecord | None
+        self,
+        buffer: torch.Tensor,
+        payload_bytes: int,
+        layout: RecordLayout,
+        draft: DraftRecord | None,
+        room: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         if payload_bytes != layout.payload_bytes:
             raise ArtifactError(
@@ -60,9 +80,12 @@ class RawEncoding:
             )
         return layout.views(buffer)
 
+    def why_raw(self, layout: RecordLayout, draft: DraftRecord | None) -> str:
+        return "asked for"
+
 
 RAW = RawEncoding()
-ENCODINGS: dict[str, TargetEncoding] = {encoding.name: encoding for encoding in (RAW, ResidualEncoding())}
+ENCODINGS: dict[str, TargetEncoding] = {encoding.name: encoding for encoding in (RAW, FastResidualEncoding())}
 
 
 def encode_target(

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from runtime.errors import ArtifactError, InputError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 1  # of every kind whose manifest does not name another as its VERSION
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
 
@@ -75,8 +75,14 @@ def read_json(path: Path, what: str, mend: str = "make it again by its command w
 
 def save_manifest(folder: Path, manifest: Any) -> None:
     """Finish an artifact: write the manifest after all of its data."""
-    body = {"kind": type(manifest).KIND, "format_version": FORMAT_VERSION, **dataclasses.asdict(manifest)}
+    cls = type(manifest)
+    body = {"kind": cls.KIND, "format_version": format_version(cls), **dataclasses.asdict(manifest)}
     write_json(folder / MANIFEST, body)
+
+
+def format_version(cls: type) -> int:
+    """The version of a kind of manifest that this program reads and writes."""
+    return int(getattr(cls, "VERSION", FORMAT_VERSION))
 
 
 def is_finished(folder: Path) -> bool:
@@ -107,8 +113,9 @@ def load_manifest(folder: Path, cls: type[M]) -> M:
         other = body.get("kind") if isinstance(body, dict) else type(body).__name__
         raise ArtifactError(expected=f"a manifest of kind {kind!r} in {path}", found=f"{other!r:.80}", mend=mend)
     version = body.get("format_version")
-    if type(version) is not int or version != FORMAT_VERSION:
-        raise ArtifactError(expected=f"format_version {FORMAT_VERSION} in {path}", found=f"{version!r:.80}", mend=mend)
+    wanted = format_version(cls)
+    if type(version) is not int or version != wanted:
+        raise ArtifactError(expected=f"format_version {wanted} in {path}", found=f"{version!r:.80}", mend=mend)
     fields = {name: value for name, value in body.items() if name not in ("kind", "format_version")}
     try:
         return typing.cast(M, parse(cls, fields, "manifest"))

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from runtime.artifacts.encodings import ENCODINGS, RAW
+from runtime.artifacts.heat import HEAT, Heat, load_heat
 from runtime.artifacts.manifest import FileEntry, check_files, load_manifest
 from runtime.artifacts.record import ALIGN_BYTES, DRAFT_LAYOUT, DraftFormat, DraftRecord, RecordLayout, target_layout
 from runtime.artifacts.record_index import MEND, SIDES, IndexRules, RecordEntry, load_index
@@ -50,7 +51,11 @@ def shard_name(side: str, shard: int) -> str:
 
 
 class Pack:
-    """A finished pack: locations and layouts of its records, and its dense tensors."""
+    """A finished pack: locations and layouts of its records, and its dense tensors.
+
+    Attributes:
+        heat: by key, the share of a profile's tokens that used the expert; None where the pack was made without one.
+    """
 
     def __init__(self, folder: Path, manifest: PackManifest, records: dict[str, list[RecordEntry]]) -> None:
         self.folder = folder
@@ -58,6 +63,10 @@ class Pack:
         self.records = {side: {entry.key: entry for entry in entries} for side, entries in records.items()}
         self._keys = manifest.spec.expert_keys()
         self._dense = read_pack_header(folder / DENSE)
+        spec = manifest.spec
+        self.heat: Heat | None = None
+        if HEAT in manifest.files:
+            self.heat = load_heat(folder / HEAT, spec.moe_layers, spec.num_experts)
 
     @classmethod
     def open(cls, folder: str | Path, verify: bool = False) -> Pack:
@@ -141,7 +150,7 @@ class Pack:
         )
 
     def decode_target(
-        self, key: ExpertKey, buffer: torch.Tensor, draft: DraftRecord | None = None
+        self, key: ExpertKey, buffer: torch.Tensor, draft: DraftRecord | None = None, room: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
         """Exact weights from a record as it was read: `gate_up` [2I, H], `down` [H, I], biases where there are any.
 
@@ -149,13 +158,14 @@ class Pack:
             key: whose record it is.
             buffer: uint8, at least the record's payload; a raw record is viewed, not copied.
             draft: the expert's draft record, for encodings that lean on it.
+            room: uint8 [>= target_layout.payload_bytes] that they may be written to, valid until it is used again.
 
         Raises:
             ArtifactError: the record contradicts itself or its draft record.
         """
         entry = self.records["target"][key]
         try:
-            return ENCODINGS[entry.encoding].decode(buffer, entry.payload_bytes, self.target_layout, draft)
+            return ENCODINGS[entry.encoding].decode(buffer, entry.payload_bytes, self.target_layout, draft, room)
         except ArtifactError as error:
             raise ArtifactError(
                 expected=f"{error.expected}, as target of {name_of(key)}", found=error.found, mend=error.mend

@@ -15,6 +15,8 @@ from runtime.artifacts.safetensors_file import NAMES, as_tensor, pread, read_hea
 from runtime.errors import ArtifactError, InputError
 
 ROUTING = "routing.safetensors"
+SENSITIVITY = "sensitivity.safetensors"
+EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj")
 MEND = "make the profile artifact again with `moespeq profile --force`"
 
 
@@ -35,10 +37,60 @@ class DraftFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class SensitivityFigures:
+    """On what the sensitivity in sensitivity.safetensors was measured; dicts have the domains as keys."""
+
+    bits: int  # of the rounding whose error is weighed
+    group_size: int  # input channels a scale; a linear whose inputs it does not divide has one scale a row
+    sequences: int
+    tokens: dict[str, int]  # predicted ones: all but the first of each sequence
+    loss: dict[str, float | None]  # mean cross entropy of these, nats a token
+    linears: tuple[str, ...]  # the rows of `domains`, and the names of the other tensors
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeRow:
+    """The model with the linears of one class rounded, compared with the model as it is; dicts by domain."""
+
+    module_class: str  # a key of moespeq_cli.profile.modules.CLASSES
+    bits: int
+    weights: int  # how many were rounded
+    agreement: dict[str, float | None]  # share of a token's experts that are chosen still, over all layers
+    same_set: dict[str, float | None]  # share of tokens, over all layers, whose experts are all the same
+    kl: dict[str, float | None]  # mean KL divergence of the next-token distribution from the model's, nats
+    greedy: dict[str, float | None]  # share of positions with the same most likely token
+    loss: dict[str, float | None]  # mean cross entropy of the text, nats a token
+    exact_match: float | None  # share of the embedded problems answered right; None where not measured
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeFigures:
+    """The direct probe: one class of linears rounded at a time."""
+
+    tokens: dict[str, int]
+    loss: dict[str, float | None]  # of the model as it is
+    problems: int  # embedded ones that were answered
+    exact_match: float | None  # of the model as it is
+    rows: tuple[ProbeRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCurve:
+    """Hit rates that the recorded routing would have in caches of several sizes, without prefetching."""
+
+    tokens: int  # replayed ones
+    window: int  # tokens that "lookahead" sees, the running one included
+    foresight: str  # of "lookahead": "draft", its own routing, or "target", as if the draft were always right
+    slots: tuple[int, ...]
+    hits: dict[str, tuple[float, ...]]  # by policy: lru, lookahead, belady
+
+
+@dataclass(frozen=True, slots=True)
 class ProfileManifest:
     """What `profile` promises to `pack`, `run` and `quantize`."""
 
     KIND: ClassVar[str] = "profile"
+    VERSION: ClassVar[int] = 2
 
     model_digest: str
     model_type: str
@@ -52,6 +104,9 @@ class ProfileManifest:
     settings: dict[str, str]  # the choices that make the result what it is
     files: dict[str, FileEntry]
     draft: DraftFigures | None = None
+    sensitivity: SensitivityFigures | None = None
+    probe: ProbeFigures | None = None
+    cache: CacheCurve | None = None
 
     @property
     def domain_names(self) -> tuple[str, ...]:
@@ -78,6 +133,39 @@ class ProfileManifest:
             forms["agreement_next"] = (torch.float64, (domains, layers))
             forms["draft_trace"] = (torch.int16, trace)
         return forms
+
+
+def expert_linear(layer_id: int, projection: str) -> str:
+    """The name of the routed experts' linears of one kind in one layer, all experts together."""
+    return f"layers.{layer_id}.mlp.experts.{projection}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """What rounding does to the loss: squared gradient x squared rounding error, nats a token, by linear.
+
+    Half of it is the second-order estimate of what rounding that linear alone adds to the loss.
+
+    Attributes:
+        figures: on what it was measured.
+        channels: float32 [out] a linear, [num_experts, out] for the routed experts: by output channel, all domains.
+        domains: float64 [linears, domains]: all channels, each domain on its own tokens; 0 where it has none.
+    """
+
+    figures: SensitivityFigures
+    channels: dict[str, Tensor]
+    domains: Tensor
+
+    def total(self, name: str) -> float:
+        """The whole linear, or the linears of all experts."""
+        return float(self.channels[name].sum(dtype=torch.float64))
+
+    def experts_of(self, layer_id: int, domain: int | None = None) -> float:
+        """The routed experts of a layer, all projections; of one domain where its place is given."""
+        names = [expert_linear(layer_id, projection) for projection in EXPERT_LINEARS]
+        if domain is None:
+            return sum(self.total(name) for name in names)
+        return sum(float(self.domains[self.figures.linears.index(name), domain]) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +216,28 @@ class Profile:
         if ROUTING not in manifest.files:
             raise ArtifactError(expected=f"{ROUTING} among the files of {place}", found="none of that name", mend=MEND)
         check_files(place, manifest.files, "profile", contents=verify)
-        try:
-            infos = read_header(place / ROUTING, MEND)
-            tensors = {
-                name: as_tensor(pread(place / ROUTING, info.start, info.end - info.start), info.dtype, info.shape)
-                for name, info in infos.items()
-            }
-        except InputError as error:
-            raise ArtifactError(expected=error.expected, found=error.found, mend=MEND) from error
+        tensors = _read(place / ROUTING)
         _check(place, manifest, tensors)
         return cls(place, manifest, tensors)
+
+    def sensitivity(self) -> Sensitivity:
+        """What the gradient half of the profile found.
+
+        Raises:
+            ArtifactError: it was not measured, or the tensors are not as promised.
+        """
+        figures = self.manifest.sensitivity
+        if figures is None or SENSITIVITY not in self.manifest.files:
+            raise ArtifactError(
+                expected=f"a profile with sensitivity in {self.folder}",
+                found="one without",
+                mend="make it with `moespeq profile --force`, --sensitivity-tokens above 0",
+            )
+        tensors = _read(self.folder / SENSITIVITY)
+        domains = tensors.pop("domains", torch.empty(0))
+        found = Sensitivity(figures, tensors, domains)
+        _check_sensitivity(self.folder, self.manifest, found)
+        return found
 
     def layer_row(self, layer_id: int) -> int:
         """The place of a true layer number on the layer axis.
@@ -185,6 +285,44 @@ class Profile:
                 for token in sequence.target.tolist():
                     rows.append([[(layers[i], expert) for expert in chosen] for i, chosen in enumerate(token)])
         return rows
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return {
+            name: as_tensor(pread(path, info.start, info.end - info.start), info.dtype, info.shape)
+            for name, info in read_header(path, MEND).items()
+        }
+    except InputError as error:
+        raise ArtifactError(expected=error.expected, found=error.found, mend=MEND) from error
+
+
+def _check_sensitivity(folder: Path, manifest: ProfileManifest, found: Sensitivity) -> None:
+    names = set(found.figures.linears)
+    experts = {expert_linear(layer_id, p) for layer_id in manifest.moe_layers for p in EXPERT_LINEARS}
+    facts: list[tuple[str, object, object]] = [
+        ("the tensors that the manifest names", sorted(names), sorted(found.channels)),
+        ("linears of all routed experts", [], sorted(experts - names)),
+        ("domains", (torch.float64, (len(names), len(manifest.domains))), _form(found.domains)),
+    ]
+    facts += [
+        (f"{name} by expert", (torch.float32, manifest.num_experts, 2), (t.dtype, t.shape[0], t.dim()))
+        for name, t in found.channels.items()
+        if name in experts
+    ]
+    facts += [
+        (f"{name} finite and not below 0", True, bool(t.isfinite().all() and (t >= 0).all()))
+        for name, t in found.channels.items()
+    ]
+    for what, expected, have in facts:
+        if expected != have:
+            raise ArtifactError(
+                expected=f"{what}: {expected!s:.200} in {folder / SENSITIVITY}", found=f"{have!s:.200}", mend=MEND
+            )
+
+
+def _form(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+    return tensor.dtype, tuple(tensor.shape)
 
 
 def _check(folder: Path, manifest: ProfileManifest, tensors: dict[str, Tensor]) -> None:

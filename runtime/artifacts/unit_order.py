@@ -14,6 +14,7 @@ import numpy as np
 
 ROWS, COLUMNS, LANES, ELEMENTS = 16, 128, 32, 64
 UNIT_WEIGHTS = ROWS * COLUMNS
+BLOCK_UNITS = 8  # of a residual record: what a kernel copies and rebuilds at once
 
 
 def tiles_and_units(rows: int, columns: int) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from runtime.artifacts.pack import Pack
 from runtime.artifacts.record import LinearFormat, unpack_codes
 from runtime.decode.draft_records import DraftRecords, read_drafts
 from runtime.decode.route import RouteLog
+from runtime.memory.heap import freed_at_once
 from runtime.memory.location import ExpertKey
 from runtime.model.experts import ExpertMath, assignments, combine, rows_of
 
@@ -146,11 +147,12 @@ class DraftBank:
         self._experts: dict[ExpertKey, tuple[Linear, Linear]] = {}
         self.routes = RouteLog()
         self.num_bytes = 0
-        for key, record in read_drafts(pack, 1, direct_io) if drafts is None else drafts.items():
-            views, fmt = record.views(), pack.draft_format(key[0])
-            pair = make_linear(views, "gate_up", fmt.gate_up, dtype), make_linear(views, "down", fmt.down, dtype)
-            self._experts[key] = pair
-            self.num_bytes += sum(linear.num_bytes for linear in pair)
+        with freed_at_once():
+            for key, record in read_drafts(pack, 1, direct_io) if drafts is None else drafts.items():
+                views, fmt = record.views(), pack.draft_format(key[0])
+                pair = make_linear(views, "gate_up", fmt.gate_up, dtype), make_linear(views, "down", fmt.down, dtype)
+                self._experts[key] = pair
+                self.num_bytes += sum(linear.num_bytes for linear in pair)
 
     def compute(
         self, layer_id: int, math: ExpertMath, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, by_row: bool

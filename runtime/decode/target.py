@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,10 @@ class TargetExperts:
 
     Every (token, choice) has its own place in the output and the weighted sum runs in the router's order, so the result
     does not depend on which experts were resident, nor on how many fit at once.
+
+    Attributes:
+        routes: experts chosen since they were last taken.
+        decode_s: seconds spent on turning records into weights, prompts included.
     """
 
     def __init__(
@@ -32,11 +38,13 @@ class TargetExperts:
         together, a row's alone, layer by layer.
         """
         self._drafts = drafts
+        self._room = None if drafts is None else torch.empty(pack.target_layout.payload_bytes, dtype=torch.uint8)
         self._trace = trace
         self._pack = pack
         self._cache = cache
         self._dtype = dtype
         self.routes = RouteLog()
+        self.decode_s = 0.0
 
     def compute(
         self, layer_id: int, math: ExpertMath, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, by_row: bool
@@ -63,4 +71,8 @@ class TargetExperts:
 
     def _weights(self, key: ExpertKey, buffer: Tensor) -> dict[str, Tensor]:
         draft = None if self._drafts is None else self._drafts[key]
-        return {name: tensor.to(self._dtype) for name, tensor in self._pack.decode_target(key, buffer, draft).items()}
+        started = time.perf_counter()
+        exact = self._pack.decode_target(key, buffer, draft, self._room)
+        weights = {name: tensor.to(self._dtype) for name, tensor in exact.items()}
+        self.decode_s += time.perf_counter() - started
+        return weights

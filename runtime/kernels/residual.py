@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from runtime.artifacts.record import align_up
-from runtime.artifacts.residual import BLOCK_UNITS
-from runtime.artifacts.unit_order import UNIT_WEIGHTS
+from runtime.artifacts.unit_order import BLOCK_UNITS, UNIT_WEIGHTS
 from runtime.errors import ArtifactError, ShapeError
 from runtime.kernels.arguments import Argument, require_aligned
 from runtime.kernels.compile import Source, load

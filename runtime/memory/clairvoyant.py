@@ -75,6 +75,8 @@ def replay(
     resident: Iterable[ExpertKey] = (),
     record_bytes: Callable[[ExpertKey], int] | None = None,
     window: int = 0,
+    foreseen: Trace | None = None,
+    row_demands: int = 1,
 ) -> Replay:
     """What a fresh policy would read, without the model and without prefetching.
 
@@ -86,17 +88,21 @@ def replay(
         policy: a new object of `make_policy`.
         resident: what is in slots at the start, least recently used first.
         record_bytes: size of each expert's record; without it read_bytes is 0.
-        window: demands, the running one included, that are announced before each (for "lookahead").
+        window: rows, the running one included, that are announced before each row (for "lookahead").
+        foreseen: what is announced in place of the trace itself, demand by demand: a guess, such as a draft's.
+        row_demands: demands that make up a row, such as one for each layer.
 
     Raises:
         InputError: no slot, or more residents than slots.
     """
     slots: OrderedDict[ExpertKey, None] = OrderedDict.fromkeys(_start(num_slots, resident))
+    announced = _rows(trace if foreseen is None else foreseen, row_demands) if window else []
     plan = Window()
     requests = misses = read_bytes = 0
     for index, demand in enumerate(trace):
-        if window:
-            plan.announce(trace[index : index + window], 0, 1)
+        if window and index % row_demands == 0:
+            row = index // row_demands
+            plan.announce(announced[row : row + window], 0, 1)
         keys = dict.fromkeys(demand)
         requests += len(keys)
         for key in keys:
@@ -115,6 +121,11 @@ def replay(
             read_bytes += num_bytes
         misses += len(missing)
     return Replay(requests, misses, read_bytes)
+
+
+def _rows(trace: Trace, row_demands: int) -> list[list[ExpertKey]]:
+    starts = range(0, len(trace), row_demands)
+    return [[key for demand in trace[start : start + row_demands] for key in demand] for start in starts]
 
 
 def _evict(

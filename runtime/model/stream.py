@@ -5,7 +5,7 @@ Sequences run one by one and unpadded, so no token ever sees padding and counts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from runtime.artifacts.checkpoint import Checkpoint
 from runtime.model import loader
-from runtime.model.experts import ExpertMath, assignments, combine, find_experts, rows_of
+from runtime.model.experts import Compute, ExpertMath, assignments, combine, find_experts, rows_of
 from runtime.model.families import LayerExperts, MoeSpec, dense_names, read_layer
 from runtime.threads import set_threads
 
@@ -38,7 +38,7 @@ class LayerTrace:
 
 
 Observer = Callable[[LayerTrace], None]
-_Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 class StreamedLayer:
@@ -55,7 +55,7 @@ class StreamedLayer:
         self.module = module
         self.is_moe = layer_id in stream.spec.moe_layers
         self._experts = read_layer(stream.checkpoint, stream.spec, layer_id) if self.is_moe else None
-        self._ready: dict[int, _Weights] = {}
+        self._ready: dict[int, Weights] = {}
         fused = find_experts(module) if self.is_moe else None
         self._fused: Any = fused
         self.math = ExpertMath(fused) if fused is not None else None
@@ -81,13 +81,24 @@ class StreamedLayer:
         Returns:
             The layer's output in the same form.
         """
-        outputs = []
-        for sequence, states in enumerate(hidden):
-            if self._fused is not None:
-                self._fused.compute = self._compute(sequence, observe)
-            result: Any = self.module(states[None], **self._stream.arguments(sequence, self.layer_id))
-            outputs.append((result[0] if isinstance(result, tuple) else result)[0])
-        return outputs
+        return [self.run(sequence, states, self._compute(sequence, observe)) for sequence, states in enumerate(hidden)]
+
+    def run(self, sequence: int, states: Tensor, compute: Compute) -> Tensor:
+        """One sequence through the layer, with gradients where they are enabled.
+
+        Args:
+            sequence: its index, for masks and positions.
+            states: [T, H], the layer's input.
+            compute: the routed experts, as `runtime.model.experts` describes them; not called in a dense layer.
+
+        Returns:
+            [T, H].
+        """
+        if self._fused is not None:
+            self._fused.compute = compute
+        result: Any = self.module(states[None], **self._stream.arguments(sequence, self.layer_id))
+        output: Tensor = (result[0] if isinstance(result, tuple) else result)[0]
+        return output
 
     def drop(self) -> None:
         """Give the layer's memory back. The model keeps its module, so nothing large may hang on that."""
@@ -96,13 +107,13 @@ class StreamedLayer:
             self._fused.compute = None  # knows this layer, and what observed it
         loader.drop_module(self.module)
 
-    def _compute(self, sequence: int, observe: Observer | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def _compute(self, sequence: int, observe: Observer | None) -> Compute:
         def compute(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             places = assignments(top_k_index)
 
             def intermediate(expert_id: int) -> tuple[Tensor, Tensor]:
                 tokens = rows_of(places[expert_id])[0] if expert_id in places else torch.empty(0, dtype=torch.int64)
-                gate_up, _, gate_up_bias, _ = self._weights(expert_id, hidden.dtype)
+                gate_up, _, gate_up_bias, _ = self.weights(expert_id, hidden.dtype)
                 assert self.math is not None
                 return tokens, self.math.intermediate(hidden[tokens], gate_up, gate_up_bias)
 
@@ -111,14 +122,14 @@ class StreamedLayer:
             outputs = hidden.new_zeros(*top_k_index.shape, hidden.shape[-1])
             for expert_id, pairs in places.items():
                 tokens, choice = rows_of(pairs)
-                gate_up, down, gate_up_bias, down_bias = self._weights(expert_id, hidden.dtype)
+                gate_up, down, gate_up_bias, down_bias = self.weights(expert_id, hidden.dtype)
                 assert self.math is not None
                 outputs[tokens, choice] = self.math.forward(hidden[tokens], gate_up, down, gate_up_bias, down_bias)
             return combine(outputs, top_k_weights)
 
         return compute
 
-    def _weights(self, expert_id: int, dtype: torch.dtype) -> _Weights:
+    def weights(self, expert_id: int, dtype: torch.dtype) -> Weights:
         """gate_up [2I, H], down [H, I] and their biases in the arithmetic's type, made once a layer."""
         if expert_id not in self._ready:
             assert self._experts is not None
@@ -193,9 +204,14 @@ class LayerStream:
             self._model.model.norm = norm
         return hidden
 
-    def layers(self) -> Iterator[StreamedLayer]:
-        """The layers in order; each is loaded when it comes and dropped when the next one is asked for."""
-        for layer_id, module in enumerate(self._layers):
+    def layers(self, order: Iterable[int] | None = None) -> Iterator[StreamedLayer]:
+        """The layers, each loaded when it comes and dropped when the next one is asked for.
+
+        Args:
+            order: true layer numbers; None takes all, the first one first.
+        """
+        for layer_id in range(len(self._layers)) if order is None else order:
+            module = self._layers[layer_id]
             loader.load_module(module, f"model.layers.{layer_id}", self.spec, self.checkpoint.read, self._names)
             layer = StreamedLayer(self, layer_id, module)
             yield layer
@@ -204,7 +220,31 @@ class LayerStream:
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, H] after the last layer to [T, vocab_size]."""
-        model = self._model
-        scale = getattr(model.config, "logits_scaling", None)
-        logits: Tensor = model.lm_head(model.model.norm(hidden[None]))[0]
-        return logits / scale if scale else logits
+        return self.head(self.normed(hidden))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """[T, H] after the last layer to [T, H], the input of the head; with gradients where they are enabled."""
+        normed: Tensor = self._model.model.norm(hidden[None])[0]
+        return normed
+
+    def head(self, normed: Tensor, weight: Tensor | None = None) -> Tensor:
+        """[T, H] from `normed` to logits [T, vocab_size]; with gradients where they are enabled.
+
+        Args:
+            normed: the input of the head.
+            weight: [vocab_size, H] in place of the model's own.
+        """
+        head = self._model.lm_head
+        logits: Tensor = head(normed) if weight is None else nn.functional.linear(normed, weight, head.bias)
+        return logits if self.logits_scale == 1 else logits / self.logits_scale
+
+    @property
+    def logits_scale(self) -> float:
+        """What the head's outputs are divided by; 1 in most families."""
+        return float(getattr(self._model.config, "logits_scaling", None) or 1)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[vocab_size, H]."""
+        weight: Tensor = self._model.lm_head.weight
+        return weight

@@ -15,8 +15,11 @@ from moespeq_cli.bench.prompts import BenchPrompt
 from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
 from runtime.engine import Engine, Request
+from runtime.errors import InputError
 from runtime.memory.stats import CacheStats
 from tests.decode.packs import build, prompt_of
+from tests.pack.fixtures import make_pack, save_quantized
+from tests.tiny import save_tiny
 
 torch.set_num_threads(1)
 
@@ -34,7 +37,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Pack:
 @pytest.fixture(scope="module")
 def memory(pack: Pack) -> dict[str, Any]:
     sizes = [str(pack.target_slot_bytes), "40%", "100%"]
-    return sweep.sweep_memory(pack, BASE, PROMPTS, NEW_TOKENS, frozenset(), sizes, 1, lambda: None)
+    return sweep.sweep_memory({"raw": pack}, BASE, PROMPTS, NEW_TOKENS, frozenset(), sizes, 1, lambda: None)
 
 
 def test_every_mode_at_every_size_has_a_row(memory: dict[str, Any]) -> None:
@@ -65,6 +68,42 @@ def test_bound_and_reads_are_one_where_nothing_is_evicted_or_guessed(pack: Pack,
     assert full[0]["total_bytes_per_token"] * full[0]["new_tokens"] <= pack.spec.num_records * record_bytes(pack)
 
 
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pack]:
+    """One model in both encodings."""
+    folder = tmp_path_factory.mktemp("pair")
+    model = save_tiny("qwen2_moe", folder / "model", dtype=torch.bfloat16, hidden_size=128, moe_intermediate_size=128)
+    quantized = save_quantized(model, folder / "quantized")
+    return {name: make_pack(model, quantized, folder / name, encoding=name) for name in ("raw", "residual")}
+
+
+@pytest.mark.parametrize("same_total", [False, True])
+def test_two_packs_take_turns_in_one_memory(pair: dict[str, Pack], same_total: bool) -> None:
+    modes = sweep.find_modes(["no draft, LRU", "look-ahead"])
+    calls: list[None] = []
+    result = sweep.sweep_memory(
+        pair, BASE, PROMPTS[:1], NEW_TOKENS, frozenset(), ["30%"], 2, lambda: calls.append(None), same_total, modes
+    )
+    rows = result["rows"]
+    assert len(calls) == len(rows) == 4 and result["same_tokens"] and result["same_total_memory"] is same_total
+    raw_bytes = pair["raw"].spec.num_records * pair["raw"].target_slot_bytes
+    for raw, residual in zip(rows[::2], rows[1::2], strict=True):
+        assert (raw["pack"], residual["pack"]) == ("raw", "residual") and raw["mode"] == residual["mode"]
+        planned = [sum(row["planned_bytes"][part] for part in ("draft", "cache")) for row in (raw, residual)]
+        if same_total:
+            assert abs(planned[0] - planned[1]) < pair["raw"].target_slot_bytes
+        else:
+            assert planned[1] > planned[0]  # its drafts stay in memory
+            for row, name in ((raw, "raw"), (residual, "residual")):
+                assert row["num_slots"] == int(0.3 * raw_bytes) // pair[name].target_slot_bytes
+            assert residual["total_bytes_per_token"] < raw["total_bytes_per_token"]
+        assert residual["decode_ms_per_token"] > 0 and residual["cpu_ms_per_token"] > 0
+    table = sweep.memory_table(result).splitlines()
+    assert table[0].startswith("| cache | mode | records | experts in it |")
+    assert [line.split("|")[3].strip() for line in table[2:]] == ["raw", "residual"] * 2
+    assert {line.count("|") for line in table} == {13}
+
+
 def test_windows_give_the_same_text_and_tables_of_all_cells(pack: Pack) -> None:
     calls: list[None] = []
     grid = sweep.sweep_windows(
@@ -86,11 +125,17 @@ def test_a_mode_that_changes_the_text_stops_the_sweep(pack: Pack, monkeypatch: p
                 yield token if self.settings.eviction == "lru" else token + 1
 
     monkeypatch.setattr(sweep, "Engine", Forgetful)
-    monkeypatch.setattr(sweep, "MODES", (sweep.Mode("wrong", {"eviction": "lfu"}),))
+    modes = (sweep.Mode("wrong", {"eviction": "lfu"}),)
     with pytest.raises(RuntimeError, match="wrong at 100% changed the text"):
-        sweep.sweep_memory(pack, BASE, PROMPTS[:1], 2, frozenset(), ["100%"], 1, lambda: None)
+        sweep.sweep_memory({"raw": pack}, BASE, PROMPTS[:1], 2, frozenset(), ["100%"], 1, lambda: None, modes=modes)
     with pytest.raises(RuntimeError, match="window 1, verify 0 changed the text"):
         sweep.sweep_windows(pack, BASE, PROMPTS[:1], 2, frozenset(), "100%", [1], [0], lambda: None)
+
+
+def test_a_mode_that_is_not_known_is_refused_with_those_that_are() -> None:
+    assert sweep.find_modes(None) == sweep.MODES
+    with pytest.raises(InputError, match=r"a mode among: no draft, LRU; .*look-ahead"):
+        sweep.find_modes(["faster"])
 
 
 def test_fewer_reads_than_the_demands_need_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from moespeq_cli.pack.report import report_lines
 from moespeq_cli.pack.verify import verify_pack
+from runtime.artifacts import residual_decoder
 from runtime.artifacts.checkpoint import Checkpoint
 from runtime.artifacts.pack import Pack
 from runtime.artifacts.quantized import Quantized
+from runtime.artifacts.residual import ResidualEncoding
+from runtime.artifacts.residual_decoder import work_bytes
 from runtime.artifacts.safetensors_file import pread
 from runtime.decode.draft_records import DraftRecords
 from runtime.errors import ArtifactError
@@ -41,7 +46,48 @@ def test_a_residual_pack_is_smaller_and_verifies(packs: dict[str, Pack]) -> None
     assert {entry.encoding for entry in pack.records["target"].values()} == {"residual"}
     assert pack.target_slot_bytes < 0.65 * packs["raw"].target_slot_bytes
     found = verify_pack(pack, Checkpoint.open(folder / "model"), Quantized.open(folder / "quantized"))
-    assert found.problems == [] and found.records_equal_to_source == pack.spec.num_records
+    assert found.problems == []
+    assert found.records_equal_to_source == found.residual_decoded == pack.spec.num_records
+    other = verify_pack(packs["raw"])
+    assert other.problems == [] and (other.residual_decoded, other.records_equal_to_source) == (0, 0)
+
+
+def test_the_report_counts_what_the_records_hold(packs: dict[str, Pack]) -> None:
+    pack = packs["residual"]
+    report = json.loads((pack.folder / "report.json").read_text())
+    places, drafts = pack.target_locations(), DraftRecords(pack)
+    for layer in pack.spec.moe_layers:
+        sums = {"gate_up": [0, 0, 0], "down": [0, 0, 0]}
+        keys = [key for key in places if key[0] == layer]
+        for key in keys:
+            payload = pread(places[key].path, places[key].offset_bytes, places[key].payload_bytes)
+            data = torch.frombuffer(payload, dtype=torch.uint8)
+            for name, counts in ResidualEncoding().counts(data, pack.target_layout, drafts[key]).items():
+                found = (counts.zero_codes, counts.exceptions, counts.block_bytes)
+                sums[name] = [a + b for a, b in zip(sums[name], found, strict=True)]
+        facts = report["layers"][str(layer)]["target"]
+        for name, weights in (("gate_up", 2 * 128 * 128), ("down", 128 * 128)):
+            assert [facts["zero_codes"][name], facts["exceptions"][name]] == sums[name][:2]
+            assert facts[name] == round(8 * sums[name][2] / (weights * len(keys)), 4)
+            assert 8 < facts[name] < facts["record"] < 11
+        assert facts["raw_records"] == 0
+    assert report["exceptions"]["down"] == sum(
+        report["layers"][str(i)]["target"]["exceptions"]["down"] for i in range(3)
+    )
+    text = report_lines(report)
+    assert text[0].endswith(f"; {sum(report['exceptions'].values())} exceptions") and len(text) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_sources_of_other_types_are_raw_and_the_report_says_so(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = save_tiny("qwen2_moe", tmp_path / "model", dtype=dtype)
+    pack = make_pack(model, save_quantized(model, tmp_path / "quantized"), tmp_path / "pack", encoding="residual")
+    report = json.loads((pack.folder / "report.json").read_text())
+    name = {torch.float16: "F16 weights", torch.float32: "F32 weights"}[dtype]
+    assert report["raw_reasons"] == {name: pack.spec.num_records} and not pack.leans_on_draft
+    records = pack.spec.num_records
+    assert report_lines(report)[-1] == f"{records} of {records} target records are raw: {records} for {name}"
+    assert report["layers"]["0"]["target"]["down"] == 8 * dtype.itemsize
 
 
 def test_a_record_that_contradicts_itself_is_named(packs: dict[str, Pack]) -> None:
@@ -94,8 +140,25 @@ def test_the_drafts_that_records_lean_on_are_planned_and_measured(packs: dict[st
     report = decode(pack, prompt_of(3), 2, speculate=False).report
     records = pack.spec.num_records * pack.draft_slot_bytes
     assert report["measured_bytes"]["draft"] == records
-    assert report["plan"]["draft_bytes"] == records + 16 * pack.spec.expert_parameters
+    assert report["plan"]["draft_bytes"] == records + work_bytes(pack.target_layout)
     assert decode(packs["raw"], prompt_of(3), 2, speculate=False).report["measured_bytes"]["draft"] == 0
+
+
+def test_a_run_that_numpy_decodes_gives_the_same_text_and_says_so(
+    packs: dict[str, Pack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = decode(packs["residual"], prompt_of(9), 4, speculate=False)
+    monkeypatch.setenv("MOESPEQ_NATIVE", "0")
+    residual_decoder._find_decoder.cache_clear()
+    try:
+        plain = decode(packs["residual"], prompt_of(9), 4, speculate=False)
+        raw = decode(packs["raw"], prompt_of(9), 4, speculate=False)
+    finally:
+        residual_decoder._find_decoder.cache_clear()
+    assert_same(plain, compiled)
+    assert plain.report["slow_decode"] == "MOESPEQ_NATIVE is 0" and plain.report["decode_s"] > 0
+    assert raw.report["slow_decode"] is None
+    assert plain.report["plan"]["draft_bytes"] > compiled.report["plan"]["draft_bytes"]
 
 
 def test_threads_are_chosen_by_the_weights_not_by_the_record(

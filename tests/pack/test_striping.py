@@ -26,7 +26,7 @@ def routing(layers: int, experts: int, tokens: int = 300, top_k: int = 4, seed: 
             chosen = liking.topk(min(top_k, experts)).indices
             counts[layer, chosen] += 1
             coactivation[layer, chosen[:, None], chosen[None, :]] += 1
-    return Routing(coactivation, counts)
+    return Routing(coactivation, counts, {})
 
 
 @settings(max_examples=60, deadline=None)
@@ -65,7 +65,7 @@ def test_circles_as_large_as_the_shards_are_many_come_apart_wholly() -> None:
     coactivation = torch.zeros(1, 12, 12, dtype=torch.int64)
     for start in range(0, 12, 4):
         coactivation[0, start : start + 4, start : start + 4] = 10
-    known = Routing(coactivation, coactivation.sum(2))
+    known = Routing(coactivation, coactivation.sum(2), {})
     assert shared_reads(coactivation[0], stripe(1, 12, 4, known)[0]) == 0
 
 
@@ -82,7 +82,7 @@ def test_assignment_is_near_the_best_there_is(seed: int) -> None:
 
 
 def test_hot_experts_come_first_and_the_order_is_repeatable() -> None:
-    known = Routing(torch.zeros(1, 4, 4, dtype=torch.int64), torch.tensor([[5, 9, 5, 0]]))
+    known = Routing(torch.zeros(1, 4, 4, dtype=torch.int64), torch.tensor([[5, 9, 5, 0]]), {})
     assert read_order(0, 4, known) == [1, 0, 2, 3]
     assert read_order(0, 4, None) == [0, 1, 2, 3]
     again = routing(2, 16)

@@ -22,10 +22,11 @@ from tests.profile.test_measure import texts
 SEQUENCES = [*texts(9, 21, domain="prose"), *texts(30, domain="code", seed=1)]
 
 
-def job_of(model: Path, quantized: Path | None, trace_tokens: int = 50) -> ProfileJob:
+def job_of(model: Path, quantized: Path | None, trace_tokens: int = 50, sensitivity_tokens: int = 0) -> ProfileJob:
     checkpoint = Checkpoint.open(model)
     draft = Quantized.open(quantized) if quantized is not None else None
-    return ProfileJob(checkpoint, describe(checkpoint), SEQUENCES, "known", draft, "float32", trace_tokens)
+    spec = describe(checkpoint)
+    return ProfileJob(checkpoint, spec, SEQUENCES, "known", draft, "float32", trace_tokens, sensitivity_tokens)
 
 
 @pytest.fixture(autouse=True)
@@ -120,9 +121,10 @@ def test_tensors_that_are_not_as_promised_are_refused(copy: Path) -> None:
 
 def test_another_version_is_refused(copy: Path) -> None:
     body = json.loads((copy / "manifest.json").read_text())
-    (copy / "manifest.json").write_text(json.dumps(body | {"format_version": 99}))
-    with pytest.raises(ArtifactError, match="format_version"):
+    (copy / "manifest.json").write_text(json.dumps(body | {"format_version": 1}))
+    with pytest.raises(ArtifactError, match=r"format_version 2 .*; found 1") as caught:
         Profile.open(copy)
+    assert "moespeq profile --force" in caught.value.mend
 
 
 def test_an_interruption_leaves_the_old_profile(

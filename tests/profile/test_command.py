@@ -74,8 +74,13 @@ def test_finds_the_draft_beside_it(base: list[object], quantized: Path, tmp_path
     assert set(value["routing_agreement"]) == {"mixed", "prose", "shell"}
     assert all(0.2 < share <= 1 for share in value["routing_agreement"].values())
     assert "routing agreement" in result.stderr and "bfloat16 arithmetic" in result.stderr
-    without = call(*base, "--quantized", "none", "--out", tmp_path / "bare", "--json")
+    scores = value["sensitivity_by_layer"]
+    order = sorted(scores, key=lambda layer: -scores[layer])
+    assert len(scores) == 3 and f"rounding their experts hurts: {', '.join(order)}\n" in result.stderr
+    bare = ["--quantized", "none", "--sensitivity-tokens", 0, "--out", tmp_path / "bare"]
+    without = call(*base, *bare, "--json")
     assert json.loads(without.stdout)["routing_agreement"] is None
+    assert json.loads(without.stdout)["sensitivity_by_layer"] is None and "hurts" not in without.stderr
 
 
 def test_a_draft_of_another_model_is_passed_over_or_refused(
@@ -135,3 +140,11 @@ def test_held_out_takes_the_embedded_evaluation_texts(base: list[object]) -> Non
     options = [*base[:-4], "--data", "held-out", "--samples", 12, "--seq-len", 64, "--json"]
     made = json.loads(call(*options).stdout)
     assert made["sequences"] == {"code": 4, "maths": 4, "prose": 4}
+
+
+def test_problems_are_for_the_embedded_model_and_go_with_a_probe(base: list[object], tmp_path: Path) -> None:
+    other = call(*base, "--probe-tokens", 50, "--probe-problems", 3)
+    assert isinstance(other.exception, InputError) and "embedded model" in str(other.exception)
+    alone = call("--artifacts", tmp_path / "artifacts", "--probe-problems", 3)
+    assert isinstance(alone.exception, InputError) and "--probe-tokens" in str(alone.exception)
+    assert not (tmp_path / "artifacts" / "profile").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -48,25 +49,32 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def profile(model: Path, quantized: Path, tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    return build(job_of(model, quantized), tmp_path_factory.mktemp("report") / "profile")
+    job = replace(job_of(model, quantized, sensitivity_tokens=40), probe_tokens=40)
+    return build(job, tmp_path_factory.mktemp("report") / "profile")
 
 
 def test_the_page_refers_to_nothing_outside_itself(profile: Profile) -> None:
     text = (profile.folder / "report.html").read_text(encoding="utf-8")
     page = Page(text)
-    assert "http" not in text and "//" not in text and "url(" not in text and "@import" not in text
+    plain = re.sub(r'"data:image/png;base64,[A-Za-z0-9+/=]*"', '""', text)
+    assert "http:" not in plain and "https:" not in plain and "//" not in plain and "@import" not in plain
+    assert set(re.findall(r"url\([^)]*\)", plain)) == {"url(#hatch)"}
+    assert "default-src 'none'" in text and not re.search(r"fetch\(|XMLHttp|WebSocket|import\(", plain)
     tags = {tag for tag, _, _ in page.attributes} | {"body"}
-    assert not tags & {"script", "link", "iframe", "object", "embed", "img"}
-    assert not [
-        entry for entry in page.attributes if entry[1] in ("src", "href", "data", "action") or entry[1][:2] == "on"
-    ]
+    assert not tags & {"link", "iframe", "object", "embed"}
+    for tag, name, value in page.attributes:
+        assert name not in ("data", "action") and name[:2] != "on"
+        assert name != "href" or value.startswith("#")
+        assert name != "src" or (tag == "img" and value.startswith("data:image/png;base64,"))
     assert "prefers-color-scheme: dark" in text and "color-scheme: light dark" in text
 
 
 def test_every_picture_is_described_and_well_formed(profile: Profile) -> None:
     text = (profile.folder / "report.html").read_text(encoding="utf-8")
     found = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
-    assert len(found) == 2 + 4
+    assert len(found) == 2 + 2 + 1 + 4 + 1 + 3  # heatmaps, load, cache, agreement and reuse, domains, sensitivity
+    images = [value for tag, name, value in Page(text).attributes if (tag, name) == ("img", "alt")]
+    assert len(images) == 3 and all("Strongest pair" in alt for alt in images)
     for picture in found:
         root = ElementTree.fromstring(picture)
         assert root.get("role") == "img" and len(root.get("aria-label", "")) > 40
@@ -82,13 +90,18 @@ def test_tables_hold_the_measured_figures(profile: Profile) -> None:
     for name in ("code", "prose"):
         assert charts.percent(draft.agreement[name]) in words and charts.percent(draft.greedy[name]) in words
     assert "60 tokens in 3 sequences" in words
+    sensitivity, probe = profile.sensitivity(), profile.manifest.probe
+    for name in ("layers.1.mlp.gate", "layers.2.mlp.experts.down_proj", "lm_head"):
+        assert f"{sensitivity.total(name):.3e}" in words
+    assert probe is not None
+    for row in probe.rows:
+        assert f"{row.kl['prose']:.5f}" in words
 
 
 def test_missing_figures_are_not_available_rather_than_zero(profile: Profile) -> None:
     """H18: no draft, or one that nothing was compared with; names that would break the page."""
-    from dataclasses import replace
-
-    manifest = replace(profile.manifest, domains={DOMAIN: 1}, sequences={DOMAIN: 1})
+    bare = {"sensitivity": None, "probe": None, "cache": None}
+    manifest = replace(profile.manifest, domains={DOMAIN: 1}, sequences={DOMAIN: 1}, **bare)
     draft = manifest.draft
     assert draft is not None
     nothing = {DOMAIN: None}
@@ -100,7 +113,7 @@ def test_missing_figures_are_not_available_rather_than_zero(profile: Profile) ->
     tensors["reuse_histogram"] = torch.zeros_like(tensors["reuse_histogram"])
     page = Page(report.page(Profile(profile.folder, replace(manifest, draft=draft), tensors), 4096))
     assert page.words.count("n/a") >= 5 and not any(word == "nan" for word in page.words)
-    assert page.words.count(DOMAIN) >= 5
+    assert page.words.count(DOMAIN) >= 4
     without = report.page(Profile(profile.folder, replace(manifest, draft=None), tensors), 4096)
     assert "agreement" not in " ".join(Page(without).words)
 
@@ -131,8 +144,9 @@ def test_diverging_colours_are_pale_in_the_middle_and_dark_at_both_ends() -> Non
 def test_pngs_are_made_and_say_what_they_are(profile: Profile) -> None:
     names = sorted(path.name for path in profile.folder.glob("*.png"))
     assert names == [
-        "agreement-next.png", "agreement.png", "heatmap-0-code.png", "heatmap-1-prose.png", "kept-from-previous.png",
-        "reuse-distance.png",
+        "agreement-next.png", "agreement.png", "cache-size.png", "coactivation.png", "domain-divergence.png",
+        "entropy.png", "heatmap-0-code.png", "heatmap-1-prose.png", "kept-from-previous.png", "load.png",
+        "reuse-distance.png", "sensitivity-classes.png", "sensitivity-experts.png", "sensitivity-layers.png",
     ]  # fmt: skip
     for name in names:
         data = (profile.folder / name).read_bytes()
@@ -145,7 +159,7 @@ def test_without_matplotlib_the_page_is_all_there(
     monkeypatch.setattr(pictures, "available", lambda: False)
     made = build(job_of(model, None), tmp_path / "profile")
     assert not list(made.folder.glob("*.png"))
-    assert (made.folder / "report.html").read_text(encoding="utf-8").count("<svg") == 2 + 2
+    assert (made.folder / "report.html").read_text(encoding="utf-8").count("<svg") == 2 + 2 + 1 + 2 + 1
     assert Profile.open(made.folder).manifest.draft is None
 
 

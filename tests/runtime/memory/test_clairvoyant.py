@@ -84,6 +84,21 @@ def test_policies_by_hand() -> None:
     assert replay([[A], [A]], 1, make_policy("lru")).hit_rate == 0.5
 
 
+@given(traces(8, 40, 4), st.integers(1, 6), st.integers(1, 9))
+@settings(max_examples=60, deadline=None)
+def test_a_right_guess_is_as_good_as_the_trace_and_a_wrong_one_costs_reads_only(
+    trace: Trace, num_slots: int, window: int
+) -> None:
+    known = replay(trace, num_slots, make_policy("lookahead"), window=window)
+    same = replay(trace, num_slots, make_policy("lookahead"), window=window, foreseen=[list(keys) for keys in trace])
+    assert same == known
+    rows = replay(trace, num_slots, make_policy("lookahead"), window=window, row_demands=3)
+    assert belady(trace, num_slots) <= rows.misses <= rows.requests == known.requests
+    wrong = [[(0, 7 - expert) for _, expert in keys] for keys in trace]
+    found = replay(trace, num_slots, make_policy("lookahead"), window=window, foreseen=wrong)
+    assert belady(trace, num_slots) <= found.misses <= found.requests == known.requests
+
+
 @pytest.mark.parametrize(("num_slots", "resident"), [(0, []), (1, [A, B])])
 def test_refuses_what_no_cache_holds(num_slots: int, resident: list[ExpertKey]) -> None:
     with pytest.raises(InputError, match="slot"):
