@@ -61,7 +61,7 @@ class BaseEngine(ABC):
     """
 
     max_rows: ClassVar[int] = MAX_ROWS  # of one pass of the target
-    fixed_rows: ClassVar[bool] = False  # whether a pass takes the same time for any number of rows
+    rows_at_once: ClassVar[int] = 1  # that a pass computes in the time of one
 
     cache: ExpertCache
     stats: DecodeStats
@@ -71,7 +71,7 @@ class BaseEngine(ABC):
         self.spec, self.settings, self.plan = spec, settings, plan
         self._texts = 0
         self._warm_rows: list[list[ExpertKey]] = []  # while the cache is filled for the first time
-        self._measured = Measured(self.fixed_rows)
+        self._measured = Measured(self.rows_at_once)
 
     @property
     @abstractmethod
@@ -156,6 +156,7 @@ class BaseEngine(ABC):
                 self._check_current(text)
         finally:
             self.stats.total_s += time.perf_counter() - started
+            self.cache.rest()
 
     def _begin(self, request: Request) -> int:
         """Check a request and start its KV cache; returns how many tokens may be generated."""
@@ -248,8 +249,7 @@ class Engine(BaseEngine):
         self._store = RecordStore(pack.target_locations(), direct=settings.direct_io)
         try:
             pool = SlotPool(plan.num_slots, plan.slot_bytes)
-            small = plan.total_expert_bytes <= _CHECKED_AT_ONCE_BYTES
-            if settings.check == "all" or (settings.check == "auto" and small):
+            if checked_at_once(settings, plan):
                 self._store.check_all(pool.buffer(0))
             policy = make_policy(
                 settings.eviction, heat=pack.heat, alpha=settings.alpha, beta=settings.beta, gamma=settings.gamma
@@ -344,6 +344,12 @@ class Engine(BaseEngine):
         """See `BaseEngine`."""
         self.cache.close()
         self._store.close()
+
+
+def checked_at_once(settings: RunSettings, plan: MemoryPlan) -> bool:
+    """Whether all records are compared with their checksums before the first token."""
+    small = plan.total_expert_bytes <= _CHECKED_AT_ONCE_BYTES
+    return settings.check == "all" or (settings.check == "auto" and small)
 
 
 def _governor(settings: RunSettings, sampling: SamplingSettings) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -10,7 +11,7 @@ import torch
 from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
 from runtime.engine import BaseEngine, Engine
-from runtime.errors import InputError, KernelError
+from runtime.errors import InputError, KernelError, ShapeError
 from runtime.memory.plan import MemoryPlan
 from runtime.run_plan import plan_run
 
@@ -33,7 +34,7 @@ def choose_device(pack: Pack, settings: RunSettings) -> Device:
 
     Raises:
         KernelError: a GPU is asked for, and there is none that will do, or no CuPy.
-        InputError: a GPU is asked for, and it does not compute this pack.
+        InputError, ShapeError: a GPU is asked for, and it does not compute this pack.
     """
     if settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available()):
         return Device("the processor", False)
@@ -47,7 +48,7 @@ def choose_device(pack: Pack, settings: RunSettings) -> Device:
                 expected="CuPy, which launches the kernels", found="no such package", mend="pip install 'moespeq[cuda]'"
             )
         refuse(pack, settings)
-    except (KernelError, InputError):
+    except (KernelError, InputError, ShapeError):
         if settings.device == "cuda":
             raise
         return Device("the processor", False)
@@ -68,9 +69,23 @@ def plan_on(device: Device, pack: Pack, settings: RunSettings) -> MemoryPlan:
 
 
 def open_engine(
-    device: Device, pack: Pack, settings: RunSettings, plan: MemoryPlan, keep_trace: bool = False
+    device: Device,
+    pack: Pack,
+    settings: RunSettings,
+    plan: MemoryPlan,
+    keep_trace: bool = False,
+    done: Callable[[int], None] = lambda num_bytes: None,
 ) -> BaseEngine:
     """Load everything that stays in memory.
+
+    Args:
+        device: from `choose_device`.
+        pack: an opened pack.
+        settings: of the run.
+        plan: from `plan_on`.
+        keep_trace: whether to keep every demand of the target.
+        done: told the bytes of each exact expert that a run on a GPU brings to the host's memory; nothing where a part
+            of them stays on disk.
 
     Raises:
         ArtifactError: a file of the pack is damaged.
@@ -82,4 +97,4 @@ def open_engine(
     from runtime.gpu.engine import GpuEngine, Toolkit, load_pack
 
     toolkit = Toolkit.cuda(settings)
-    return GpuEngine(load_pack(pack, settings, plan, toolkit), settings, plan, toolkit, keep_trace)
+    return GpuEngine(load_pack(pack, settings, plan, toolkit, done), settings, plan, toolkit, keep_trace)

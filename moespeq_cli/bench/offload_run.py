@@ -73,6 +73,7 @@ def decode_built(
     asked = offload.make_prompts(prompts, prompt_tokens, max(SPECIAL_IDS) + 1, TEXT_IDS)
     sweep = offload.Sweep(parts, settings, asked, max_new_tokens, repeats)
     ways = offload.modes()
+    sweep.settings(ways[-1], window_memory)  # refused now, not after all that comes before it
     left_out = [ways[-1], *offload.ABLATIONS] if ablations else []
     grid = [
         offload.Mode(f"{w}/{v}", {"prefetch_window": w, "verify_window": v, "governor": "fixed"})

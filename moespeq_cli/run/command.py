@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -295,7 +296,10 @@ def _answer(
         output.claim_figures(stats)
     tokenizer = load_tokenizer(pack.config_folder)
     results: list[dict[str, Any]] = []
-    with open_engine(device, pack, settings, plan) as engine:
+    filled = plan.host_slots >= pack.spec.num_records  # minutes for a large model
+    with console.progress("experts", plan.host_slots) if filled else nullcontext() as bar:
+        engine = open_engine(device, pack, settings, plan, done=lambda _: bar.advance() if bar else None)
+    with engine:
         session = Session(engine, tokenizer, sampling, max_new_tokens, stop, raw, declared_stop_ids(pack, tokenizer))
 
         def done(result: dict[str, Any]) -> None:

@@ -18,13 +18,14 @@ class Measured:
     """What a run has shown so far: seconds of a draft step and of a verification, acceptance by place in the pass.
 
     Args:
-        fixed_rows: whether a pass of the target takes the same time for any number of rows.
+        rows_at_once: rows that the target computes in the time of one; more of them take as many times longer as they
+            have such parts.
     """
 
-    def __init__(self, fixed_rows: bool = False) -> None:
+    def __init__(self, rows_at_once: int = 1) -> None:
         self.draft_s = 0.0
-        self._fixed_rows = fixed_rows
-        self._row_s = 0.0
+        self._rows_at_once = rows_at_once
+        self._part_s = 0.0
         self._acceptance: list[float] = []
 
     def drafted(self, seconds: float) -> None:
@@ -32,12 +33,15 @@ class Measured:
         self.draft_s = _smooth(self.draft_s, seconds)
 
     def computed(self, rows: int, seconds: float) -> None:
-        """One pass of so many rows computed so long, waiting for experts not counted."""
-        self._row_s = _smooth(self._row_s, seconds if self._fixed_rows else seconds / rows)
+        """So many rows were computed in so long, waiting for experts not counted."""
+        self._part_s = _smooth(self._part_s, seconds / self._parts(rows))
 
     def pass_s(self, rows: int) -> float:
-        """Seconds of a pass of so many rows."""
-        return self._row_s if self._fixed_rows else rows * self._row_s
+        """Seconds to compute so many rows."""
+        return self._parts(rows) * self._part_s
+
+    def _parts(self, rows: int) -> int:
+        return -(-rows // self._rows_at_once)
 
     def judged(self, tried: int, accepted: int) -> None:
         """Of `tried` proposals that met the target's choice, verified or compared, the first `accepted` were right."""

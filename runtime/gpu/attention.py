@@ -84,6 +84,25 @@ def install(model: nn.Module) -> AttentionPass:
     return shared
 
 
+def refuse(model: nn.Module) -> None:
+    """Keep away from a model whose attention is not computed here; it may be on the meta device.
+
+    Raises:
+        InputError: it has sinks, or bounds its scores.
+    """
+    sinks = any("sinks" in module._parameters for module in model.modules())
+    if sinks or getattr(model.config, "attn_logit_softcapping", None) is not None:
+        raise _not_plain(sinks)
+
+
+def _not_plain(sinks: bool) -> InputError:
+    return InputError(
+        expected="plain attention for a run on a GPU",
+        found="attention with sinks" if sinks else "attention with bounded scores",
+        mend="run this model with --device cpu",
+    )
+
+
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -114,11 +133,7 @@ def attend(
         InputError: softcap or sinks, which are not computed here.
     """
     if softcap is not None or s_aux is not None:
-        raise InputError(
-            expected="plain attention for a run on a GPU",
-            found="attention with sinks" if s_aux is not None else "attention with bounded scores",
-            mend="run this model with --device cpu",
-        )
+        raise _not_plain(sinks=s_aux is not None)
     here: AttentionPass = module.moespeq_pass  # type: ignore[assignment]
     window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
     heads, rows = query.shape[1:3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
 from runtime.decode.loop import Draft, Route
 from runtime.decode.sampling import Logits
-from runtime.engine import BaseEngine
+from runtime.engine import BaseEngine, checked_at_once
 from runtime.gpu.accelerator import Accelerator, Cuda
 from runtime.gpu.bank import ResidentBank, pack_layers
 from runtime.gpu.draft import DeviceDraft
@@ -29,6 +30,7 @@ from runtime.memory.cache import ExpertCache
 from runtime.memory.eviction import make_policy
 from runtime.memory.location import ExpertKey
 from runtime.memory.plan import MemoryPlan
+from runtime.memory.slots import SlotPool
 from runtime.memory.store import RecordReader, RecordStore
 from runtime.stats import DecodeStats
 
@@ -114,8 +116,10 @@ def load_pack(
         keys, readers = pack.spec.expert_keys(), max(4, settings.max_parallel_transfers)
         tier: HostTier
         if plan.host_slots >= len(keys):
-            tier = Arena.load(store, keys, readers, done)
+            tier = Arena.load(store, keys, readers, done)  # which compares every checksum
         else:
+            if checked_at_once(settings, plan):
+                store.check_all(SlotPool(1, store.max_record_bytes).buffer(0))
             tier = HostCache(store, plan.host_slots, readers)
     except BaseException:
         store.close()
@@ -136,13 +140,16 @@ def plan_activation(pack: Pack) -> Activation:
     """The activation of a pack's experts, from its configuration alone.
 
     Raises:
-        InputError: one that the kernels do not compute, or a model that transformers cannot build.
+        InputError: one that the kernels do not compute, attention that is not computed on a GPU, or a model that
+            transformers cannot build.
     """
+    from runtime.gpu import attention
     from runtime.gpu.geometry import activation_of
     from runtime.model import loader
     from runtime.model.experts import ExpertMath, find_experts
 
     model = loader.build(pack.config_folder, torch.bfloat16, pack.spec)
+    attention.refuse(model)
     module = find_experts(loader.decoder_layers(model)[pack.spec.moe_layers[0]])
     assert module is not None
     return activation_of(ExpertMath(module))
@@ -160,23 +167,30 @@ class GpuEngine(BaseEngine):
 
     Raises:
         PlanError: the device has not the memory that was planned for.
+        ArtifactError, StorageError: a record cannot be read, where there are slots for all.
     """
 
     max_rows: ClassVar[int] = ROWS
-    fixed_rows: ClassVar[bool] = True
+    rows_at_once: ClassVar[int] = ROWS
 
     def __init__(
         self, parts: Parts, settings: RunSettings, plan: MemoryPlan, toolkit: Toolkit, keep_trace: bool = False
     ) -> None:
         super().__init__(parts.model.spec, settings, plan)
         started = time.perf_counter()
+        if settings.threads:  # for what is left to the processor: drawing tokens
+            torch.set_num_threads(settings.threads)
         self._parts, self._toolkit = parts, toolkit
+        self._recording_s = 0.0
         accelerator, model, spec = toolkit.accelerator, parts.model, parts.model.spec
         shape = expert_shape(spec, parts.activation)
         layout = SlotLayout(shape, WeightForm("bf16"))
-        try:
+        with ExitStack() as closing:
+            closing.callback(parts.close)
+            closing.callback(parts.tier.close)
+            closing.callback(model.let_go)
             self._pool = DevicePool(plan.num_slots, plan.slot_bytes, accelerator.device)
-            kernels = toolkit.kernels(layout, plan.num_slots, min(BLOCK_TOKENS, model.capacity))
+            kernels = toolkit.kernels(layout, plan.num_slots, max(ROWS, min(BLOCK_TOKENS, model.capacity)))
             self._warm_up(kernels, shape)
             policy = make_policy(settings.eviction, alpha=settings.alpha, beta=settings.beta, gamma=settings.gamma)
             records = HostRecords(parts.store, parts.tier, accelerator)
@@ -184,19 +198,19 @@ class GpuEngine(BaseEngine):
             if isinstance(parts.tier, Arena) and (parts.tier.pinned or not accelerator.needs_pinned):
                 copies = ArenaCopies(parts.tier, parts.store, accelerator)
             self.cache = ExpertCache(records, self._pool, policy, settings.max_parallel_transfers, copies)
+            closing.callback(self._close_cache)
             accelerator.meanwhile = None if copies is None else self.cache.poll
-        except BaseException:
-            parts.tier.close()
-            parts.close()
-            raise
-        self.stats = DecodeStats(self.cache.stats)
-        trace = self.stats.trace if keep_trace else None
-        self._rows = RowsTarget(accelerator, model, self.cache, self._pool, kernels, trace)
-        self._blocks = BlockTarget(accelerator, model, self.cache, self._pool, kernels, trace)
-        self._draft = None
-        if parts.bank is not None:
-            self._draft = DeviceDraft(accelerator, model, parts.bank, settings.prefetch_window)
-        self._load_all()
+            self.stats = DecodeStats(self.cache.stats)
+            trace = self.stats.trace if keep_trace else None
+            self._rows = RowsTarget(accelerator, model, self.cache, self._pool, kernels, trace)
+            closing.callback(self._rows.close)
+            self._blocks = BlockTarget(accelerator, model, self.cache, self._pool, kernels, trace)
+            self._draft = None
+            if parts.bank is not None:
+                self._draft = DeviceDraft(accelerator, model, parts.bank, settings.prefetch_window)
+                closing.callback(self._draft.close)
+            self._load_all()
+            self._closing = closing.pop_all()
         self.load_s = time.perf_counter() - started
 
     def _load_all(self) -> None:
@@ -237,14 +251,15 @@ class GpuEngine(BaseEngine):
 
     def start(self, capacity: int) -> None:
         """See `BaseEngine`; the KV cache is reserved already. Passes for every length up to this one are recorded."""
-        length = self._parts.model.length_for(1)
-        while True:
+        started, model = time.perf_counter(), self._parts.model
+        lengths = [model.length_for(1)]
+        while lengths[-1] < min(capacity, model.capacity):
+            lengths.append(model.length_for(lengths[-1] + 1))
+        for length in lengths:
             self._rows.prepare(length)
             if self._draft is not None:
                 self._draft.prepare(length)
-            if length >= min(capacity, self._parts.model.capacity):
-                return
-            length = self._parts.model.length_for(length + 1)
+        self._recording_s += time.perf_counter() - started
 
     def draft(self) -> Draft | None:
         """See `BaseEngine`."""
@@ -266,11 +281,11 @@ class GpuEngine(BaseEngine):
     ) -> None:
         """See `BaseEngine`."""
         self.cache.announce(upcoming, fetch_rows, pass_rows=pass_rows)
-        self._parts.tier.announce(upcoming, pass_rows)
+        self._parts.tier.announce(upcoming, pass_rows, fetch=fetch_rows != 0)
 
     def report(self) -> dict[str, Any]:
         """Everything `--stats` writes but the texts."""
-        parts = self._parts
+        parts, host = self._parts, self._parts.tier.stats
         return super().report() | {
             "pack": parts.name,
             "device": str(self._toolkit.accelerator.device),
@@ -280,19 +295,18 @@ class GpuEngine(BaseEngine):
                 "kv": parts.model.kv.allocated_bytes,
                 "expert_cache": self._pool.whole.numel(),
             },
+            "recording_s": self._recording_s,
             "host_memory_pinned": parts.tier.pinned,
+            "host_cache": None if host is None else host.snapshot(),
         }
 
     def close(self) -> None:
         """See `BaseEngine`."""
+        self._closing.close()
+
+    def _close_cache(self) -> None:
         self._toolkit.accelerator.meanwhile = None
         self.cache.close()
-        self._rows.close()
-        if self._draft is not None:
-            self._draft.close()
-        self._parts.model.let_go()
-        self._parts.tier.close()
-        self._parts.close()
 
 
 class _Idle:

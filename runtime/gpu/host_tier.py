@@ -15,6 +15,7 @@ from runtime.memory.cache import ExpertCache
 from runtime.memory.eviction import make_policy
 from runtime.memory.location import ExpertKey
 from runtime.memory.slots import SlotPool
+from runtime.memory.stats import CacheStats
 from runtime.memory.store import RecordReader, RecordStore
 from runtime.memory.transfer import Landing
 
@@ -30,15 +31,19 @@ class HostTier(Protocol):
 
     Attributes:
         pinned: whether copies read the memory directly; otherwise they pass through a staging buffer.
+        stats: what was read from disk, and what was there; None where everything is here.
     """
 
     pinned: bool
 
+    @property
+    def stats(self) -> CacheStats | None: ...
+
     def lend(self, key: ExpertKey) -> Any:
         """A context manager with the record, uint8 [slot_bytes]; it may wait for the disk."""
 
-    def announce(self, upcoming: Sequence[Sequence[ExpertKey]], pass_rows: int) -> None:
-        """Say what the coming rows need, for reads from disk ahead of need."""
+    def announce(self, upcoming: Sequence[Sequence[ExpertKey]], pass_rows: int, fetch: bool) -> None:
+        """Say what the coming rows need, and whether it may be read from disk ahead of need."""
 
     def close(self) -> None:
         """End its threads and give the memory back."""
@@ -69,6 +74,8 @@ class PinnedPool(SlotPool):
 
 class Arena:
     """Every record of a model in memory."""
+
+    stats = None
 
     def __init__(self, pool: PinnedPool, slots: Mapping[ExpertKey, int], owned: bool = True) -> None:
         self._pool, self._slots, self._owned = pool, slots, owned
@@ -115,7 +122,7 @@ class Arena:
         """See `HostTier`."""
         yield self.record(key)
 
-    def announce(self, upcoming: Sequence[Sequence[ExpertKey]], pass_rows: int) -> None:
+    def announce(self, upcoming: Sequence[Sequence[ExpertKey]], pass_rows: int, fetch: bool) -> None:
         """Everything is here."""
 
     def close(self) -> None:
@@ -143,6 +150,7 @@ class HostCache:
         self._pool = PinnedPool(num_slots, store.max_record_bytes)
         self.pinned = self._pool.pinned
         self.cache = ExpertCache(store, self._pool, make_policy("lookahead"), readers)
+        self.stats = self.cache.stats
 
     @contextmanager
     def lend(self, key: ExpertKey) -> Iterator[Tensor]:
@@ -150,9 +158,9 @@ class HostCache:
         with self.cache.hold([key]) as hold:
             yield self._pool.tensor(hold.wait()[key])
 
-    def announce(self, upcoming: Sequence[Sequence[ExpertKey]], pass_rows: int) -> None:
-        """See `HostTier`."""
-        self.cache.announce(upcoming, None, pass_rows=pass_rows)
+    def announce(self, upcoming: Sequence[Sequence[ExpertKey]], pass_rows: int, fetch: bool) -> None:
+        """See `HostTier`; the disk is the slower way, so all announced rows are read ahead."""
+        self.cache.announce(upcoming, None if fetch else 0, pass_rows=pass_rows)
 
     def close(self) -> None:
         """See `HostTier`."""

@@ -17,6 +17,7 @@ from runtime.gpu.bank import bank_bytes
 from runtime.gpu.engine import BLOCK_TOKENS, plan_activation
 from runtime.gpu.geometry import expert_shape
 from runtime.gpu.target import ROWS
+from runtime.kernels.shape import ExpertShape
 from runtime.memory.machine import available_memory_bytes
 from runtime.memory.plan import MemoryPlan, make_plan
 from runtime.memory.sizes import format_size, parse_size
@@ -41,12 +42,11 @@ def plan_gpu(
 
     Raises:
         PlanError: it does not fit; the message names what would.
-        InputError: a model or a setting that a run on a GPU does not take.
+        InputError, ShapeError: a model or a setting that a run on a GPU does not take.
     """
-    refuse(pack, settings)
+    shape = refuse(pack, settings)
     config = json.loads((pack.config_folder / "config.json").read_text(encoding="utf-8"))
     drafting = settings.speculate and settings.prefetch_window > 0
-    shape = expert_shape(pack.spec, plan_activation(pack))
     return make_gpu_plan(
         pack.spec,
         config,
@@ -59,12 +59,16 @@ def plan_gpu(
     )
 
 
-def refuse(pack: Pack, settings: RunSettings) -> None:
+def refuse(pack: Pack, settings: RunSettings) -> ExpertShape:
     """Keep away from what a run on a GPU does not compute.
 
+    Returns:
+        The geometry of the layers of experts.
+
     Raises:
-        InputError: weights that are not BF16, another arithmetic, records that lean on drafts, or kernels of another
-            layout.
+        InputError: weights that are not BF16, another arithmetic, records that lean on drafts, kernels of another
+            layout, or a model with another activation or attention than those of a run on a GPU.
+        ShapeError: sizes that the kernels cannot compute.
     """
     checks = (
         (pack.spec.dtype == "BF16", "experts in BF16", f"{pack.spec.dtype} in {pack.folder}"),
@@ -81,6 +85,7 @@ def refuse(pack: Pack, settings: RunSettings) -> None:
             raise InputError(
                 expected=f"{expected} for a run on a GPU", found=found, mend="change that, or run with --device cpu"
             )
+    return expert_shape(pack.spec, plan_activation(pack))
 
 
 def make_gpu_plan(

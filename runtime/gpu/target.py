@@ -143,7 +143,7 @@ class RowsTarget:
         """The pass that looks at so many keys, recorded when it is first needed."""
         key = length, cut
         if key not in self._passes:
-            here = self._passes[key] = _Pass()
+            here = _Pass()
 
             def forward(boundary: Bring) -> None:
                 self._here, self._boundary = here, boundary
@@ -152,6 +152,7 @@ class RowsTarget:
                 self._top_host.copy_(here.logits.argmax(-1), non_blocking=True)
 
             here.run = self._accelerator.record(forward, cut)
+            self._passes[key] = here
         return self._passes[key]
 
     def _all_here(self) -> bool:

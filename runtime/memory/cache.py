@@ -76,7 +76,8 @@ class ExpertCache:
         self._arrived = threading.Condition(self._lock)  # streams wait here
         self._copies = copies
         self._most_prefetches = max_parallel_transfers
-        self._flying: list[tuple[Transfer, Landing]] = []
+        self._landings: dict[ExpertKey, tuple[Transfer, Landing]] = {}
+        self._starting = False  # whether what is in flight may lack its copy
         self._may_start = False  # whether more could start than at the last poll
         readers = 0 if copies is not None else max_parallel_transfers
         self._readers = ReaderThreads(readers, self._take, self._read, self._report, self._crash)
@@ -105,8 +106,12 @@ class ExpertCache:
         """
         with self._lock:
             self._check_open()
-            self._residency.window.announce(upcoming, fetch_rows, pass_rows)
-            self._queue.plan()
+            try:
+                self._residency.window.announce(upcoming, fetch_rows, pass_rows)
+                self._queue.plan()
+            except BaseException:
+                self._residency.forget_window()
+                raise
             if self._queue.num_queued:
                 self._wake()
 
@@ -156,18 +161,36 @@ class ExpertCache:
 
         For a cache with `copies`; it does nothing else.
         """
-        if not (self._flying or self._may_start):
+        if self._copies is None or not (self._queue.in_flight or self._may_start):
             return
         with self._lock:
-            for number, (transfer, landing) in enumerate(self._flying):
-                if landing.done():
-                    del self._flying[number]
+            if self._closed:
+                return
+            for transfer in self._queue.in_flight.values():
+                if (landing := self._landing(transfer)) is not None and landing.done():
                     self._may_start = True
                     self._report(transfer, landing.num_bytes)
+                    self._landings.pop(transfer.key, None)
                     break
-            if self._may_start and not self._closed:
+            if self._may_start:
                 self._may_start = False
                 self._start_copies()
+
+    def rest(self) -> None:
+        """Note all copies under way as they arrive and start no other: before a pause in which nobody polls.
+
+        Without it a copy that arrives in the pause would count as under way up to the next poll.
+        """
+        with self._lock:
+            while self._copies is not None and self._queue.in_flight and not self._closed:
+                under_way = list(self._queue.in_flight.values())
+                self._fly(under_way)
+                for transfer in under_way:
+                    if (landing := self._landing(transfer)) is not None:
+                        landing.wait()
+                        self._may_start = True
+                        self._report(transfer, landing.num_bytes)
+                        self._landings.pop(transfer.key, None)
 
     def close(self) -> None:
         """Drop what is queued, wait for reads in flight, end the threads. Streams still waiting raise."""
@@ -177,21 +200,45 @@ class ExpertCache:
             self._work.notify_all()
             self._arrived.notify_all()
         self._readers.join()
-        for _, landing in self._flying:
-            landing.wait()
-        self._flying.clear()
+        if self._copies is not None:
+            with self._lock:
+                self._fly(list(self._queue.in_flight.values()))
+                for _, landing in self._landings.values():
+                    landing.wait()
 
     def _start_copies(self) -> None:
         """Start every demand, and prefetches as long as few are under way."""
-        assert self._copies is not None
-        prefetches = sum(transfer.cause == "prefetch" for transfer, _ in self._flying)
+        if self._starting:  # an interrupt came before the end of the last start
+            self._fly(list(self._queue.in_flight.values()))
+        self._starting = True
+        prefetches = sum(transfer.cause == "prefetch" for transfer in self._queue.in_flight.values())
         while self._queue.demands or prefetches < self._most_prefetches:
             transfer = self._queue.take()
             if transfer is None:
-                return
+                break
             prefetches += transfer.cause == "prefetch"
-            landing = self._copies.start(transfer.key, self._pool.buffer(transfer.slot), transfer.cause == "demand")
-            self._flying.append((transfer, landing))
+            self._fly([transfer])
+        self._starting = False
+
+    def _fly(self, transfers: Sequence[Transfer]) -> None:
+        """Start the copies of transfers in flight that have none.
+
+        An interrupt may come between taking a transfer and knowing its copy; then it is copied again, to the same slot.
+        """
+        assert self._copies is not None
+        for transfer in transfers:
+            if self._landing(transfer) is not None:
+                continue
+            buffer, urgent = self._pool.buffer(transfer.slot), transfer.cause == "demand"
+            try:
+                self._landings[transfer.key] = transfer, self._copies.start(transfer.key, buffer, urgent)
+            except Exception as error:  # it belongs to whoever asked for the record
+                self._report(transfer, error)
+
+    def _landing(self, transfer: Transfer) -> Landing | None:
+        """The copy of a transfer, None where it has not started; those of the key's earlier transfers do not count."""
+        known = self._landings.get(transfer.key)
+        return known[1] if known is not None and known[0] is transfer else None
 
     def _wake(self, count: int = 1) -> None:
         """Something may start that could not before."""
@@ -227,11 +274,12 @@ class ExpertCache:
                         stats.hits += 1
                     else:
                         self._want(key, ticket)
+                if ticket.pending:
+                    self._wake(len(ticket.pending))
             except BaseException:
+                residency.forget_window()
                 self._release(ticket)
                 raise
-            if ticket.pending:
-                self._wake(len(ticket.pending))
         return ticket
 
     def _want(self, key: ExpertKey, ticket: Ticket) -> None:
@@ -293,7 +341,7 @@ class ExpertCache:
             notified = self._arrived.wait(_CHECK_S)
         else:
             self.poll()
-            notified = bool(self._flying) or not ticket.pending
+            notified = bool(self._queue.in_flight) or not ticket.pending
         self.stats.wait_s += time.perf_counter() - started
         if notified:
             return
@@ -371,22 +419,28 @@ class ExpertCache:
             self._queue.leave_link(transfer)
 
     def _report(self, transfer: Transfer, outcome: int | BaseException) -> None:
-        """Hand the record, or the error, to the streams that wait for it."""
+        """Hand the record, or the error, to the streams that wait for it.
+
+        An interrupt of a thread that polls may come in between: what is then done again changes nothing, and tickets
+        that are released meanwhile find themselves among the waiters still.
+        """
         with self._lock:
-            waiters = self._waiters.pop(transfer.key, [])
+            waiters = self._waiters.get(transfer.key, [])
             if isinstance(outcome, BaseException):
                 self._queue.finish(transfer, None)
                 error = self._named(outcome, transfer.key)
                 for ticket in waiters:
                     ticket.error = ticket.error or error
+                    ticket.pending.discard(transfer.key)
             else:
                 self._queue.finish(transfer, outcome)
                 self._policy.loaded(transfer.key, outcome, self._queue.leave_link(transfer))
                 for ticket in waiters:
-                    self._residency.pin(transfer.key)
-                    ticket.ready.append(transfer.key)
-            for ticket in waiters:
-                ticket.pending.discard(transfer.key)
+                    if transfer.key in ticket.pending:
+                        self._residency.pin(transfer.key)
+                        ticket.ready.append(transfer.key)
+                        ticket.pending.discard(transfer.key)
+            self._waiters.pop(transfer.key, None)
             if waiters:
                 self._arrived.notify_all()
 

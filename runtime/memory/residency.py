@@ -69,6 +69,10 @@ class Residency:
         """Whether a resident expert is unpinned and not needed up to the newcomer's use."""
         return key not in self.pins and self.window.next_use.get(key, fetch.position + 1) > fetch.position
 
+    def forget_window(self) -> None:
+        """Nothing is announced: what an interrupt left half changed would be wrong from then on."""
+        self.window = Window()
+
     def schedule(self, on_their_way: Collection[ExpertKey]) -> list[Fetch]:
         """The fetches of the window from what is resident or on its way now."""
         return schedule(self.window, self.slots, on_their_way, len(self._free), self._policy)

@@ -133,9 +133,9 @@ class TransferQueue:
 
     def finish(self, transfer: Transfer, num_bytes: int | None) -> None:
         """Take a transfer out of flight and count it; num_bytes None means that it failed and its slot is free."""
-        del self.in_flight[transfer.key]
         self.leave_link(transfer)
         if num_bytes is None:
+            del self.in_flight[transfer.key]
             self._residency.give_back(transfer.slot)
             if transfer.cause == "prefetch":
                 self._failed.add(transfer.key)
@@ -144,6 +144,7 @@ class TransferQueue:
         self._stats.count_read(transfer.cause, num_bytes)
         unused_bytes = num_bytes if transfer.cause == "prefetch" and not transfer.claimed else None
         self._residency.settle(transfer.key, transfer.slot, unused_bytes)
+        del self.in_flight[transfer.key]
 
     def clear(self) -> None:
         """Forget what is queued."""

@@ -83,6 +83,13 @@ def test_memory_below_the_draft_is_refused(parts: Parts) -> None:
         sweep_of(parts).settings(offload.modes()[-1], "5%")
 
 
+def test_too_little_memory_is_refused_before_anything_is_measured(parts: Parts) -> None:
+    told: list[dict[str, Any]] = []
+    with pytest.raises(InputError, match="what the draft takes"):
+        offload.compare(sweep_of(parts), ["100%", "5%"], offload.modes(), told.append)
+    assert not told
+
+
 def test_everything_resident_reads_nothing_while_decoding(parts: Parts) -> None:
     sweep = sweep_of(parts)
     row = sweep.run(offload.Mode("all", {}, all_memory=True), "100%").figures
@@ -93,7 +100,7 @@ def test_first_token_needs_the_prompts_experts(parts: Parts) -> None:
     sweep = sweep_of(parts)
     share = sweep.draft_bytes / sweep.expert_bytes
     row = offload.first_token(sweep, f"{100 * share + 60:.0f}%", 40)
-    assert row["tokens"] == 40 and row["ms"] >= row["prefill_ms"] > 0
+    assert row["tokens"] == 40 and row["ms"] >= row["prefill_ms"] > 0 < row["recording_ms"]
     assert row["read_bytes"] >= 4 * parts.store.max_record_bytes
     assert offload.first_token_table([row]).startswith("| prompt |")
 

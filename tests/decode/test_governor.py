@@ -106,3 +106,15 @@ def test_roofline_recovers_after_a_bad_stretch() -> None:
     for _ in range(60):
         measured.judged(max(choose(), 1), max(choose(), 1))
     assert choose() == 4 > bad
+
+
+def test_rows_beyond_those_computed_at_once_cost_another_pass() -> None:
+    """Seven proposals and the row before them fill a pass of eight; one proposal more costs as much again."""
+    measured = Measured(rows_at_once=8)
+    measured.computed(3, 1.0)
+    assert [measured.pass_s(rows) for rows in (1, 8, 9, 16, 17)] == [1, 1, 2, 2, 3]
+    for _ in range(50):
+        measured.judged(12, 12)
+    assert make_governor("roofline", 12).choose(situation(12, measured=measured)) == 7
+    measured.computed(16, 2.0)
+    assert measured.pass_s(8) == pytest.approx(1.0)

@@ -91,8 +91,8 @@ class TorchKernels:
         calls: (rows, experts that were there) of each call.
     """
 
-    def __init__(self, layout: SlotLayout) -> None:
-        self._layout = layout
+    def __init__(self, layout: SlotLayout, max_tokens: int) -> None:
+        self._layout, self._max_tokens = layout, max_tokens
         self.calls: list[tuple[int, int]] = []
 
     def run(
@@ -107,6 +107,7 @@ class TorchKernels:
         pairs: Tensor | None = None,
         resume: bool = False,
     ) -> None:
+        assert len(x) <= self._max_tokens
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and top_k_index.dtype == torch.int32
         sums = torch.zeros(*top_k_index.shape, x.shape[1])
         here = set()
@@ -141,7 +142,7 @@ def toolkit(made: list[TorchKernels] | None = None, needs_pinned: bool = False) 
     """
 
     def kernels(layout: SlotLayout, num_slots: int, max_tokens: int) -> TorchKernels:
-        one = TorchKernels(layout)
+        one = TorchKernels(layout, max_tokens)
         if made is not None:
             made.append(one)
         return one

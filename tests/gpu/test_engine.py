@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -232,3 +234,106 @@ def test_plan_says_what_lies_where(pack_of: PackOf) -> None:
         "expert_cache": plan.cache_bytes,
     }
     assert any("host memory" in name for name, _ in plan.lines())
+
+
+def test_threads_are_those_that_were_asked_for(pack_of: PackOf) -> None:
+    pack, before = pack_of("qwen2_moe", torch.bfloat16), torch.get_num_threads()
+    try:
+        with open_gpu(pack, settings_of(pack, 3, speculate=False, threads=before + 1)) as engine:
+            assert engine.report()["threads"] == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_recording_is_timed_once_and_apart(pack_of: PackOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes before the first text, so neither that text's time nor the loading has it."""
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    with open_gpu(pack, settings_of(pack, 4)) as engine:
+        accelerator = engine._toolkit.accelerator
+        record = accelerator.record
+
+        def slow(*arguments: Any, **named: Any) -> Any:
+            time.sleep(0.2)
+            return record(*arguments, **named)
+
+        monkeypatch.setattr(accelerator, "record", slow)
+        request = Request(prompt_of(20), 3, frozenset(), SamplingSettings())
+        list(engine.generate(request))
+        first = engine.report()["recording_s"]
+        list(engine.generate(request))
+        assert first >= 0.4 and engine.report()["recording_s"] - first < 0.2
+
+
+def damaged(folder: Path) -> Pack:
+    """A pack with one record whose bytes are not those that its checksum is of."""
+    pack = build(folder, "qwen2_moe", torch.bfloat16)
+    shard = max(pack.folder.glob("target-*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-5000:-4000] = bytes(1000)
+    shard.write_bytes(content)
+    return pack
+
+
+@pytest.mark.parametrize(
+    ("check", "host_cache", "met"),
+    [("all", "50%", True), ("auto", "50%", True), ("first-use", "50%", False), ("first-use", "100%", True)],
+)
+def test_checksums_are_compared_at_once_where_that_is_asked_for(
+    tmp_path: Path, check: str, host_cache: str, met: bool
+) -> None:
+    """Host memory for all experts is filled, and so checked, at once whatever is asked for."""
+    pack = damaged(tmp_path)
+    settings = settings_of(pack, 3, host_cache_size=host_cache, speculate=False, check=check)
+    before = threading.active_count()
+    with pytest.raises(ArtifactError, match="sha256") if met else nullcontext():
+        open_gpu(pack, settings).close()
+    assert threading.active_count() == before
+
+
+def test_a_damaged_record_met_while_all_are_loaded_leaves_no_thread(tmp_path: Path) -> None:
+    pack = damaged(tmp_path)
+    before = threading.active_count()
+    with pytest.raises(ArtifactError, match="sha256"):
+        open_gpu(pack, settings_of(pack, host_cache_size="50%", speculate=False, check="first-use"))
+    assert threading.active_count() == before
+
+
+def test_a_pass_that_could_not_be_recorded_is_recorded_the_next_time(
+    pack_of: PackOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service goes on with the next prompt after a `PlanError`."""
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    request = Request(prompt_of(20), COUNT, frozenset(), SamplingSettings())
+    with open_gpu(pack, settings_of(pack, 4, speculate=False)) as engine:
+
+        def full(*_: Any, **__: Any) -> Any:
+            raise PlanError(expected="memory of the GPU for the passes", found="none", mend="less --context")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._toolkit.accelerator, "record", full)
+            for _ in range(2):
+                with pytest.raises(PlanError, match="for the passes"):
+                    list(engine.generate(request))
+        assert list(engine.generate(request)) == alone(pack)[0]
+
+
+def test_a_context_shorter_than_a_pass_has_rows(pack_of: PackOf) -> None:
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    settings = RunSettings(expert_cache_size=str(3 * pack.target_slot_bytes), context=ROWS - 3)
+    with open_gpu(pack, settings) as engine:
+        request = Request(prompt_of(3), COUNT, frozenset(), SamplingSettings())
+        tokens = list(engine.generate(request))
+    assert tokens == generate(pack, 3, speculate=False)[0][:2]
+
+
+@pytest.mark.parametrize("changes", [{"prefetch": "none"}, {"fetch_rows": 0}, {}])
+def test_nothing_is_read_from_disk_ahead_where_nothing_is_to_be_fetched(
+    pack_of: PackOf, changes: dict[str, Any]
+) -> None:
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    with open_gpu(pack, settings_of(pack, 4, host_cache_size="50%", **changes)) as engine:
+        list(engine.generate(Request(prompt_of(2), COUNT, frozenset(), SamplingSettings())))
+        report = engine.report()
+    host = report["host_cache"]
+    assert (host["prefetch_reads"] > 0) == (not changes)
+    assert host["requests"] >= report["expert_cache"]["demand_reads"] > 0 < host["read_bytes"]

@@ -1,0 +1,193 @@
+"""A cache whose copies are started and seen by the thread that uses it: interrupts, refusals, pauses."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.errors import StorageError
+from runtime.memory.cache import ExpertCache
+from runtime.memory.eviction import make_policy
+from runtime.memory.location import PAGE_BYTES, ExpertKey
+from runtime.memory.slots import SlotPool
+from runtime.memory.window import Window
+
+from .records import MemoryStore, content
+
+A, B, C, D = ((0, expert) for expert in range(4))
+
+
+class Late:
+    """A copy that arrives at the second look."""
+
+    num_bytes = PAGE_BYTES
+
+    def __init__(self, key: ExpertKey, buffer: memoryview) -> None:
+        self._key, self._buffer, self._looks = key, buffer, 0
+
+    def done(self) -> bool:
+        self._looks += 1
+        if self._looks == 2:
+            self.wait()
+        return self._looks >= 2
+
+    def wait(self) -> None:
+        self._buffer[:PAGE_BYTES] = content(self._key) * (PAGE_BYTES // 2)
+
+
+class LateCopies:
+    """Calls `after` when a copy has been started."""
+
+    def __init__(self) -> None:
+        self.started: list[ExpertKey] = []
+        self.after: Callable[[ExpertKey], None] = lambda key: None
+
+    def start(self, key: ExpertKey, buffer: memoryview, urgent: bool) -> Late:
+        self.started.append(key)
+        landing = Late(key, buffer)
+        self.after(key)
+        return landing
+
+
+def make(num_slots: int) -> tuple[ExpertCache, LateCopies]:
+    copies = LateCopies()
+    pool = SlotPool(num_slots, PAGE_BYTES)
+    return ExpertCache(MemoryStore(), pool, make_policy("lookahead"), 2, copies), copies
+
+
+def get(cache: ExpertCache, keys: list[ExpertKey]) -> None:
+    """Hold the keys, wait for them, and look at what is in their slots."""
+    with cache.hold(keys) as hold:
+        slots = hold.wait()
+        assert slots.keys() == set(keys)
+        for key, slot in slots.items():
+            assert bytes(cache._pool.tensor(slot)[:2].tolist()) == content(key)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("where", ["start", "take", "settle", "loaded"])
+@pytest.mark.parametrize("cause", ["demand", "prefetch"])
+def test_an_interrupt_amid_a_copy_leaves_a_cache_that_goes_on(
+    monkeypatch: pytest.MonkeyPatch, where: str, cause: str
+) -> None:
+    """The thread that polls is the one that Ctrl-C stops, and it spends its waits in there."""
+    cache, copies = make(2)
+    with cache:
+        place = {"take": cache._queue, "settle": cache._residency, "loaded": cache._policy}
+        whole = copies.start if where == "start" else getattr(place[where], where)
+
+        def interrupted(*arguments: object) -> object:
+            found = whole(*arguments)
+            monkeypatch.setattr(copies if where == "start" else place[where], where, whole)
+            signal.raise_signal(signal.SIGINT)
+            return found
+
+        monkeypatch.setattr(copies if where == "start" else place[where], where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            if cause == "prefetch":
+                cache.announce([[A, B]])
+            for _ in range(4):
+                cache.poll()
+            get(cache, [A, B])
+        assert not cache._open_tickets and not cache._queue.demands
+        for keys in ([A], [B, A], [C, D], [D, A]):
+            get(cache, keys)
+
+
+@pytest.mark.timeout(20)
+def test_a_copy_that_cannot_start_is_an_error_of_those_who_wait() -> None:
+    cache, copies = make(2)
+    with cache:
+
+        def refuse(key: ExpertKey) -> None:
+            if key == B:
+                raise RuntimeError("no way to the device")
+
+        copies.after = refuse
+        cache.announce([[B]])
+        assert cache.stats.failed_prefetches == 1
+        with pytest.raises(StorageError, match="no way to the device"):
+            get(cache, [A, B])
+        get(cache, [A, C])
+        assert not cache._residency.pins and not cache._open_tickets
+
+
+def test_a_pause_is_no_time_on_the_link() -> None:
+    """Between two texts nobody polls; what arrives meanwhile was not under way for so long."""
+    cache, _ = make(2)
+    with cache:
+        cache.announce([[A]])
+        cache.rest()
+        time.sleep(0.2)
+        get(cache, [A])
+        assert cache.stats.prefetch_reads == 1 and cache.stats.hits == 1
+        assert cache.stats.link_busy_s < 0.1 and cache.stats.read_s < 0.1
+
+
+def test_rest_starts_nothing_and_the_next_poll_does() -> None:
+    cache, copies = make(4)
+    with cache:
+        cache.announce([[A, B, C]])
+        assert copies.started == [A, B]
+        cache.rest()
+        assert copies.started == [A, B] and cache.num_resident == 2
+        cache.poll()
+        assert copies.started == [A, B, C]
+    cache.rest()
+
+
+def test_a_closed_cache_waits_for_what_is_under_way_and_starts_nothing() -> None:
+    cache, copies = make(1)
+    cache.announce([[A, B]])
+    cache.close()
+    assert copies.started == [A]
+    assert bytes(cache._pool.tensor(0)[:2].tolist()) == content(A)
+    cache.poll()
+    cache.close()
+    assert copies.started == [A]
+    assert torch.all(cache._pool.tensor(0)[2:] != 0)
+
+
+def test_an_interrupt_at_any_line_of_the_window_leaves_one_that_goes_on() -> None:
+    """An announcement takes the host so long that Ctrl-C may well come in one."""
+    file, rows = Window.announce.__code__.co_filename, [[A, B], [C, A], [B, D]]
+    for place in range(1000):
+        left = place
+
+        def look(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal left
+            if frame.f_code.co_filename != file:
+                return look if event == "call" else None
+            if event == "line":
+                left -= 1
+                if left == -1:
+                    raise KeyboardInterrupt
+            return look
+
+        cache, _ = make(2)
+        with cache:
+            cache.announce(rows)
+            get(cache, rows[0])
+            traced = sys.gettrace()
+            sys.settrace(look)
+            try:
+                cache.announce([*rows[1:], [D, A]])
+                get(cache, rows[1])
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(traced)
+            for _ in range(2):
+                for first in range(3):
+                    cache.announce(rows[first:])
+                    get(cache, rows[first])
+        if left >= 0:
+            break
+    assert 20 < place < 999
