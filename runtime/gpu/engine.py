@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from runtime.artifacts.heat import Heat
 from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
 from runtime.decode.loop import Draft, Route
@@ -72,6 +73,7 @@ class Parts:
         tier: has them in this machine's memory.
         name: for the report.
         close: lets go of files.
+        heat: how often each expert was used on a profile's texts, where the pack knows.
     """
 
     model: DeviceModel
@@ -81,6 +83,7 @@ class Parts:
     tier: HostTier
     name: str
     close: Callable[[], None]
+    heat: Heat | None = None
 
 
 def load_pack(
@@ -124,7 +127,7 @@ def load_pack(
     except BaseException:
         store.close()
         raise
-    return Parts(model, activation, bank, store, tier, str(pack.folder), store.close)
+    return Parts(model, activation, bank, store, tier, str(pack.folder), store.close, pack.heat)
 
 
 def make_bank(layers: Any, toolkit: Toolkit) -> ResidentBank:
@@ -192,7 +195,9 @@ class GpuEngine(BaseEngine):
             self._pool = DevicePool(plan.num_slots, plan.slot_bytes, accelerator.device)
             kernels = toolkit.kernels(layout, plan.num_slots, max(ROWS, min(BLOCK_TOKENS, model.capacity)))
             self._warm_up(kernels, shape)
-            policy = make_policy(settings.eviction, alpha=settings.alpha, beta=settings.beta, gamma=settings.gamma)
+            policy = make_policy(
+                settings.eviction, heat=parts.heat, alpha=settings.alpha, beta=settings.beta, gamma=settings.gamma
+            )
             records = HostRecords(parts.store, parts.tier, accelerator)
             copies = None
             if isinstance(parts.tier, Arena) and (parts.tier.pinned or not accelerator.needs_pinned):
@@ -209,17 +214,18 @@ class GpuEngine(BaseEngine):
             if parts.bank is not None:
                 self._draft = DeviceDraft(accelerator, model, parts.bank, settings.prefetch_window)
                 closing.callback(self._draft.close)
-            self._load_all()
+            if plan.num_slots >= spec.num_records:
+                self._load_all()
+            else:
+                self.warm(parts.heat)
             self._closing = closing.pop_all()
         self.load_s = time.perf_counter() - started
 
     def _load_all(self) -> None:
-        """Bring every expert to the device where there are slots for all, so that no pass has to stop for one."""
-        keys = self.spec.expert_keys()
-        if self.plan.num_slots >= len(keys):
-            with self.cache.hold(keys) as hold:
-                hold.wait()
-            self.cache.stats.forget()
+        """Bring every expert to the device, so that no pass has to stop for one."""
+        with self.cache.hold(self.spec.expert_keys()) as hold:
+            hold.wait()
+        self.cache.stats.forget()
 
     def _warm_up(self, kernels: Backend, shape: ExpertShape) -> None:
         """Run every kernel once with nothing to do and reserve the KV cache, so that recording only records."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
@@ -204,6 +205,23 @@ def test_a_gpu_without_the_memory_is_refused_with_what_to_do(pack_of: PackOf, mo
         open_gpu(pack, settings_of(pack, 4))
     assert "--expert-cache" in refused.value.mend and "\n" not in refused.value.found
     assert threading.active_count() == before
+
+
+def test_a_run_begins_with_the_experts_that_a_profile_used_most(pack_of: PackOf) -> None:
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    keys = pack.spec.expert_keys()
+    hot = keys[1::3][:4]
+    warm = copy.copy(pack)
+    warm.heat = {key: 0.9 if key in hot else 0.1 for key in keys}
+    with open_gpu(warm, settings_of(pack, 4)) as engine:
+        for _ in range(100):
+            engine.cache.poll()
+        assert set(engine.cache.resident_slots()) == set(hot)
+        request = Request(prompt_of(20), COUNT, frozenset(), SamplingSettings())
+        assert list(engine.generate(request)) == alone(pack)[0]
+    with open_gpu(warm, settings_of(pack, 4, warm=False)) as engine:
+        engine.cache.poll()
+        assert engine.cache.num_resident == 0
 
 
 def test_plan_refuses_what_a_gpu_does_not_run(pack_of: PackOf) -> None:
