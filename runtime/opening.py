@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -98,3 +99,15 @@ def open_engine(
 
     toolkit = Toolkit.cuda(settings)
     return GpuEngine(load_pack(pack, settings, plan, toolkit, done), settings, plan, toolkit, keep_trace)
+
+
+def open_folder(folder: Path, settings: RunSettings, keep_trace: bool = False) -> BaseEngine:
+    """Open a pack, choose where it runs, plan, and load: what a library user needs.
+
+    Raises:
+        ArtifactError: the pack is unfinished or damaged.
+        InputError, KernelError, PlanError: as the steps do.
+    """
+    pack = Pack.open(folder)
+    device = choose_device(pack, settings)
+    return open_engine(device, pack, settings, plan_on(device, pack, settings), keep_trace)

@@ -19,9 +19,10 @@ from runtime.artifacts.record import DraftRecord
 from runtime.artifacts.safetensors_file import pread
 from runtime.config import RunSettings
 from runtime.decode.sampling import SamplingSettings
-from runtime.engine import Request, open_engine
+from runtime.engine import Request
 from runtime.errors import MoespeqError
 from runtime.model.families import PROJECTIONS
+from runtime.opening import open_folder
 from runtime.run_plan import plan_run
 from tests.decode.packs import prompt_of
 from tests.fuzz.mutations import SEEDS, bounded, changed, damage
@@ -48,7 +49,7 @@ def text(made: Path) -> list[int]:
 
 def say(folder: Path) -> list[int]:
     """Four tokens of the pack's model."""
-    with open_engine(folder, SETTINGS) as engine:
+    with open_folder(folder, SETTINGS) as engine:
         return list(engine.generate(Request(prompt_of(6), 4, frozenset(), SamplingSettings())))
 
 
