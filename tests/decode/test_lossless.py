@@ -50,7 +50,7 @@ def way(window: int, verify: int, slots: int | None, **more: Any) -> dict[str, A
 def test_same_ids_and_bits_in_every_way(pack_of: PackOf, kind: str, dtype: torch.dtype) -> None:
     pack = pack_of(kind, dtype)
 
-    @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
     @given(way=WAYS, length=st.sampled_from(PROMPTS))
     @example(way(24, 16, 1), 40)
     @example(way(8, 7, None), 12)

@@ -18,7 +18,7 @@ from runtime.errors import InputError
 from tests.decode.conftest import PackOf
 from tests.decode.packs import assert_same, decode, prompt_of
 
-DRAWS = 20_000
+DRAWS = 10_000
 TARGET = torch.tensor([0.5, 0.3, 0.2]).log()
 DRAFT = torch.tensor([0.2, 0.3, 0.5]).log()
 WARM = SamplingSettings(temperature=1.0)
