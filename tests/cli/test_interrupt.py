@@ -15,7 +15,7 @@ from runtime.artifacts.pack import Pack
 from tests.decode.packs import decode
 from tests.decode.scripted import save_scripted
 
-MOMENTS = 15
+MOMENTS = 8
 PATIENCE_S = 20.0  # a run that goes on takes minutes, and one that ends a second, or ten on a busy machine
 
 # One process makes a short run, so that everything is imported, and then forks a whole run for each moment. Only the

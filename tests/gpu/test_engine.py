@@ -85,7 +85,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 CASES = [(FAMILIES[0], way) for way in WAYS] + [
-    (kind, way) for kind in FAMILIES[1:] for way in ("whole", "fewer slots than a row needs", "half on disk")
+    (kind, way) for kind in FAMILIES[1:] for way in ("whole", "fewer slots than a row needs")
 ]
 
 
