@@ -24,10 +24,12 @@ class Device:
     Attributes:
         name: for people.
         is_gpu: a GPU, with the kernels of `cuda/`.
+        refused: why the GPU that is there was left alone, where nobody asked for the processor.
     """
 
     name: str
     is_gpu: bool
+    refused: str | None = None
 
 
 def choose_device(pack: Pack, settings: RunSettings) -> Device:
@@ -49,10 +51,10 @@ def choose_device(pack: Pack, settings: RunSettings) -> Device:
                 expected="CuPy, which launches the kernels", found="no such package", mend="pip install 'moespeq[cuda]'"
             )
         refuse(pack, settings)
-    except (KernelError, InputError, ShapeError):
+    except (KernelError, InputError, ShapeError) as error:
         if settings.device == "cuda":
             raise
-        return Device("the processor", False)
+        return Device("the processor", False, refused=str(error))
     return Device(gpu.name, True)
 
 

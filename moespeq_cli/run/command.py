@@ -291,6 +291,8 @@ def _answer(
     device = choose_device(pack, settings)
     plan = plan_on(device, pack, settings)
     console.note(f"{pack.folder} ({pack.spec.model_type}, {pack.spec.num_records} experts) on {device.name}")
+    if device.refused is not None:
+        console.note(f"the GPU is left alone: {device.refused}")
     _print_plan(plan)
     if stats is not None:
         output.claim_figures(stats)

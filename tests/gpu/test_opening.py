@@ -41,7 +41,9 @@ def test_auto_leaves_to_the_processor_what_cuda_refuses(
     """Before anything is loaded."""
     pack = pack_of(kind, dtype)
     pretend(monkeypatch)
-    assert not opening.choose_device(pack, RunSettings()).is_gpu
+    chosen = opening.choose_device(pack, RunSettings())
+    assert not chosen.is_gpu and why in str(chosen.refused)
+    assert opening.choose_device(pack, RunSettings(device="cpu")).refused is None
     with pytest.raises(InputError, match=why):
         opening.choose_device(pack, RunSettings(device="cuda"))
 
