@@ -23,7 +23,7 @@ from runtime.gpu.geometry import expert_shape
 from runtime.gpu.host_tier import Arena, ArenaCopies, HostCache, HostRecords, HostTier
 from runtime.gpu.model import DeviceModel
 from runtime.gpu.slots import DevicePool
-from runtime.gpu.target import ROWS, BlockTarget, RowsTarget
+from runtime.gpu.target import ROWS, BlockTarget, Exact, RowsTarget
 from runtime.kernels.dispatch import Backend, ExpertKernels
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.shape import Activation, ExpertShape, WeightForm
@@ -207,9 +207,10 @@ class GpuEngine(BaseEngine):
             accelerator.meanwhile = None if copies is None else self.cache.poll
             self.stats = DecodeStats(self.cache.stats)
             trace = self.stats.trace if keep_trace else None
-            self._rows = RowsTarget(accelerator, model, self.cache, self._pool, kernels, trace)
+            exact = Exact(accelerator, model, self.cache, self._pool, kernels, trace)
+            self._rows = RowsTarget(exact)
             closing.callback(self._rows.close)
-            self._blocks = BlockTarget(accelerator, model, self.cache, self._pool, kernels, trace)
+            self._blocks = BlockTarget(exact)
             self._draft = None
             if parts.bank is not None:
                 self._draft = DeviceDraft(accelerator, model, parts.bank, settings.prefetch_window)

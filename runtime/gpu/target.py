@@ -32,34 +32,39 @@ class _Pass:
     logits: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """What the exact model computes with.
+
+    Attributes:
+        accelerator: where it computes.
+        model: the dense part.
+        cache: the exact experts.
+        pool: its slots.
+        kernels: compute layers from the pool.
+        trace: is given every demand: a row's experts of a layer, or a block's.
+    """
+
+    accelerator: Accelerator
+    model: DeviceModel
+    cache: ExpertCache
+    pool: DevicePool
+    kernels: Backend
+    trace: list[list[ExpertKey]] | None = None
+
+
 class RowsTarget:
     """Decodes up to `ROWS` tokens at a time.
 
     A pass is cut before the experts of each layer: the host reads what the router chose, waits for the experts that are
     not in slots, and goes on. While some are on their way, those that are there are computed already. With every expert
     of the model in a slot there is nothing to wait for, and a pass is one piece.
-
-    Args:
-        accelerator: where it computes.
-        model: the dense part.
-        cache: the exact experts.
-        pool: its slots.
-        kernels: compute layers from the pool.
-        trace: is given every demand, a row's experts of a layer at a time.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: DeviceModel,
-        cache: ExpertCache,
-        pool: DevicePool,
-        kernels: Backend,
-        trace: list[list[ExpertKey]] | None = None,
-    ) -> None:
-        spec, device = model.spec, accelerator.device
-        self._accelerator, self._model, self._cache, self._pool = accelerator, model, cache, pool
-        self._kernels, self._trace = kernels, trace
+    def __init__(self, exact: Exact) -> None:
+        accelerator, spec, device = exact.accelerator, exact.model.spec, exact.accelerator.device
+        self._accelerator, self._model, self._cache, self._pool = accelerator, exact.model, exact.cache, exact.pool
+        self._kernels, self._trace = exact.kernels, exact.trace
         self._layers, places = spec.moe_layers, len(spec.moe_layers)
         self._inputs_host = accelerator.host((2, ROWS), torch.int64)
         self._inputs_seen = accelerator.seen(self._inputs_host)
@@ -221,26 +226,19 @@ def _values(logits: Tensor, row: int) -> Any:
 
 
 class BlockTarget:
-    """Writes the KV of prompts, block by block; a layer's experts come in waves and go as soon as they are used.
+    """Writes the KV of prompts, block by block; a layer's experts come in waves and go as soon as they are used."""
 
-    Args:
-        accelerator, model, cache, pool, kernels: as for `RowsTarget`.
-        trace: is given every demand; a block's experts of a layer are one.
-    """
-
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: DeviceModel,
-        cache: ExpertCache,
-        pool: DevicePool,
-        kernels: Backend,
-        trace: list[list[ExpertKey]] | None = None,
-    ) -> None:
-        self._accelerator, self._model, self._cache, self._pool = accelerator, model, cache, pool
-        self._kernels, self._trace = kernels, trace
-        self._layers = model.spec.moe_layers
-        self._table = SlotTable(accelerator, model.spec.moe_layers, model.spec.num_experts)
+    def __init__(self, exact: Exact) -> None:
+        spec = exact.model.spec
+        self._accelerator, self._model, self._cache, self._pool = (
+            exact.accelerator,
+            exact.model,
+            exact.cache,
+            exact.pool,
+        )
+        self._kernels, self._trace = exact.kernels, exact.trace
+        self._layers = spec.moe_layers
+        self._table = SlotTable(exact.accelerator, spec.moe_layers, spec.num_experts)
         self._open: list[tuple[Hold, Mark]] = []
 
     def block(self, tokens: Sequence[int], start: int) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from moespeq_cli.bench.prompts import bench_prompts
 from runtime.artifacts.pack import Pack
@@ -17,6 +16,7 @@ from runtime.engine import Request
 from runtime.gpu.engine import GpuEngine, Toolkit, load_pack
 from runtime.gpu.plan import plan_gpu
 from runtime.model.tokenizer import load_tokenizer
+from tests.gpu.runs import Logits, say
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,23 +82,9 @@ def test_rows_have_the_same_bits_in_every_way(embedded: Pack, prompts: list[list
     assert all(torch.equal(found[text], right[text]) for text in common)
 
 
-def logits_of(engine: GpuEngine, prompts: list[list[int]]) -> dict[tuple[int, ...], Tensor]:
-    """The logits after each text that the target has seen."""
-    logits: dict[tuple[int, ...], Tensor] = {}
+def logits_of(engine: GpuEngine, prompts: list[list[int]]) -> Logits:
+    logits: Logits = {}
     with engine:
         for prompt in prompts:
-            text, inner = list(prompt), engine.rows
-
-            def rows(tokens: Any, position: int, text: list[int] = text, inner: Any = inner) -> Any:
-                scores, routes = inner(tokens, position)
-                for row, score in enumerate(scores):
-                    known = (*text[:position], *tokens[: row + 1])
-                    if len(known) == position + row + 1:
-                        logits[known] = score.values().clone()
-                return scores, routes
-
-            engine.rows = rows  # type: ignore[method-assign]
-            for token in engine.generate(Request(prompt, 100, frozenset(), SamplingSettings())):
-                text.append(token)
-            engine.rows = inner  # type: ignore[method-assign]
+            say(engine, prompt, 100, logits)
     return logits

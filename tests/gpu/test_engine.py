@@ -25,6 +25,7 @@ from runtime.gpu.plan import plan_gpu
 from runtime.gpu.target import ROWS
 from tests.decode.conftest import PackOf
 from tests.decode.packs import build, prompt_of
+from tests.gpu.runs import Logits, say
 from tests.gpu.stand_in import TorchKernels, open_gpu
 
 COUNT = 14
@@ -43,30 +44,16 @@ def generate(
     made: list[TorchKernels] | None = None,
     needs_pinned: bool = False,
     **changes: Any,
-) -> tuple[list[int], dict[str, Any], dict[tuple[int, ...], Tensor]]:
+) -> tuple[list[int], dict[str, Any], Logits]:
     """Tokens, the report, and the logits of every row whose whole text is known, by that text."""
-    logits: dict[tuple[int, ...], Tensor] = {}
+    logits: Logits = {}
     with open_gpu(pack, settings_of(pack, **changes), made=made, needs_pinned=needs_pinned) as engine:
-        text, inner = prompt_of(length), engine.rows
-
-        def rows(tokens: Any, position: int) -> Any:
-            scores, routes = inner(tokens, position)
-            for row, score in enumerate(scores):
-                known = (*text[:position], *tokens[: row + 1])
-                if len(known) == position + row + 1:
-                    logits[known] = score.values().clone()
-            return scores, routes
-
-        engine.rows = rows  # type: ignore[method-assign]
-        tokens = []
-        for token in engine.generate(Request(text, COUNT, frozenset(), sampling or SamplingSettings())):
-            tokens.append(token)
-            text = [*text, token]
+        tokens = say(engine, prompt_of(length), COUNT, logits, sampling)
         return tokens, engine.report(), logits
 
 
 @cache
-def alone(pack: Pack, length: int = 20) -> tuple[list[int], dict[str, Any], dict[tuple[int, ...], Tensor]]:
+def alone(pack: Pack, length: int = 20) -> tuple[list[int], dict[str, Any], Logits]:
     return generate(pack, length, speculate=False)
 
 
