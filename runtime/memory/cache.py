@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from runtime.errors import MoespeqError, PlanError, StorageError
@@ -306,14 +306,7 @@ class ExpertCache:
             self._residency.unpin(done)
             if self._queue.may_start(done):
                 self._wake()
-            try:
-                while not ticket.ready and ticket.pending:
-                    self._wait(ticket)
-                if ticket.error is not None:
-                    raise ticket.error
-            except BaseException:
-                self._release(ticket)
-                raise
+            self._wait_while(ticket, lambda: bool(ticket.pending) and not ticket.ready)
             if not ticket.ready:
                 self._release(ticket)
                 return None
@@ -323,14 +316,18 @@ class ExpertCache:
 
     def _wait_for_all(self, ticket: Ticket) -> None:
         with self._lock:
-            try:
-                while ticket.pending:
-                    self._wait(ticket)
-                if ticket.error is not None:
-                    raise ticket.error
-            except BaseException:
-                self._release(ticket)
-                raise
+            self._wait_while(ticket, lambda: bool(ticket.pending))
+
+    def _wait_while(self, ticket: Ticket, lacking: Callable[[], bool]) -> None:
+        """Wait as long as the ticket lacks something; an error of it, or an interrupt, releases it."""
+        try:
+            while lacking():
+                self._wait(ticket)
+            if ticket.error is not None:
+                raise ticket.error
+        except BaseException:
+            self._release(ticket)
+            raise
 
     def _wait(self, ticket: Ticket) -> None:
         if ticket.error is not None:
