@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -32,7 +33,7 @@ from runtime.memory.eviction import make_policy
 from runtime.memory.location import ExpertKey
 from runtime.memory.plan import MemoryPlan
 from runtime.memory.slots import SlotPool
-from runtime.memory.store import RecordReader, RecordStore
+from runtime.memory.store import RecordFacts, RecordStore
 from runtime.stats import DecodeStats
 
 BLOCK_TOKENS = 4096
@@ -79,7 +80,7 @@ class Parts:
     model: DeviceModel
     activation: Activation
     bank: ResidentBank | None
-    store: RecordReader
+    store: RecordFacts
     tier: HostTier
     name: str
     close: Callable[[], None]
@@ -139,6 +140,7 @@ def make_bank(layers: Any, toolkit: Toolkit) -> ResidentBank:
     return ResidentBank(layers, kernels, toolkit.accelerator.device)
 
 
+@functools.lru_cache(maxsize=1)  # a start asks three times, and each answer builds the model without its weights
 def plan_activation(pack: Pack) -> Activation:
     """The activation of a pack's experts, from its configuration alone.
 

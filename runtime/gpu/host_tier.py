@@ -16,7 +16,7 @@ from runtime.memory.eviction import make_policy
 from runtime.memory.location import ExpertKey
 from runtime.memory.slots import SlotPool
 from runtime.memory.stats import CacheStats
-from runtime.memory.store import RecordReader, RecordStore
+from runtime.memory.store import RecordFacts, RecordReader, RecordStore
 from runtime.memory.transfer import Landing
 
 _REGISTER_PORTABLE = 1
@@ -134,7 +134,7 @@ class Arena:
 class ArenaCopies:
     """Copies from an arena to the device's slots, without a thread: the run's own starts them and sees them arrive."""
 
-    def __init__(self, arena: Arena, store: RecordReader, accelerator: Accelerator) -> None:
+    def __init__(self, arena: Arena, store: RecordFacts, accelerator: Accelerator) -> None:
         self._arena, self._store, self._accelerator = arena, store, accelerator
 
     def start(self, key: ExpertKey, buffer: Tensor, urgent: bool) -> Landing:
@@ -177,7 +177,7 @@ class HostRecords:
         accelerator: copies them.
     """
 
-    def __init__(self, store: RecordReader, tier: HostTier, accelerator: Accelerator) -> None:
+    def __init__(self, store: RecordFacts, tier: HostTier, accelerator: Accelerator) -> None:
         self._store, self._tier, self._accelerator = store, tier, accelerator
 
     @property

@@ -17,8 +17,8 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)  # what a filesystem without direct reads answers
 
 
-class RecordReader(Protocol):
-    """What the cache needs of a store; tests put slow and failing ones in its place."""
+class RecordFacts(Protocol):
+    """Sizes and names of records."""
 
     @property
     def max_record_bytes(self) -> int:
@@ -29,16 +29,20 @@ class RecordReader(Protocol):
         """Bytes that one read of this record moves; ArtifactError for an unknown key."""
         ...
 
+    def describe(self, key: ExpertKey) -> str:
+        """File, layer and expert, for messages."""
+        ...
+
+
+class RecordReader(RecordFacts, Protocol):
+    """What the cache needs of a store; tests put slow and failing ones in its place."""
+
     def read_into(self, key: ExpertKey, buffer: Any, landed: Callable[[], None] | None = None) -> int:
         """Fill the start of the buffer with the record and return the bytes read; callable from any thread.
 
         The buffer is what the pool's `buffer` gives. `landed` may be called when the device is done and work without
         it remains.
         """
-        ...
-
-    def describe(self, key: ExpertKey) -> str:
-        """File, layer and expert, for messages."""
         ...
 
 

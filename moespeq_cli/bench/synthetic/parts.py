@@ -53,10 +53,6 @@ class MadeRecords:
         """All alike."""
         return self.max_record_bytes
 
-    def read_into(self, key: ExpertKey, buffer: Any, landed: Callable[[], None] | None = None) -> int:
-        """Nothing is on a disk."""
-        raise NotImplementedError
-
     def describe(self, key: ExpertKey) -> str:
         """Layer and expert."""
         return f"the built model ({name_of(key)})"
