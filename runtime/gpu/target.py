@@ -164,10 +164,10 @@ class RowsTarget:
         """Whether every expert of the model is in a slot; then the table says so once and for all."""
         if self._whole:
             return True
-        keys = self._model.spec.expert_keys()
-        if self._cache.num_resident < len(keys):
+        spec = self._model.spec
+        if self._cache.num_resident < spec.num_records:
             return False
-        slots = self._cache.resident_slots()
+        keys, slots = spec.expert_keys(), self._cache.resident_slots()
         with self._accelerator.active():
             for place, layer_id in enumerate(self._layers):
                 self._table.write(place, {key: slots[key] for key in keys if key[0] == layer_id})
@@ -285,9 +285,10 @@ class BlockTarget:
                     resume=number > 0,
                 )
             finally:
-                self._open.append((hold, self._accelerator.mark()))
+                mark = self._accelerator.mark()
+                self._open.append((hold, mark))
             if len(waves) > 1:
-                self._accelerator.mark().wait()  # the next wave writes the same row of the table
+                mark.wait()  # the next wave writes the same row of the table
         return out
 
     def _make_room(self, count: int) -> None:
