@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -225,10 +225,10 @@ def _load(profile: Profile) -> LineChart:
     manifest = profile.manifest
     busiest = use_rates(profile).amax(-1) * manifest.num_experts / manifest.top_k
     series = {name: _defined(busiest[place]) for place, name in enumerate(manifest.domain_names)}
-    chart = LineChart(
+    return LineChart(
         name="load",
         title="Load of the busiest expert",
-        alt="",
+        alt=_line_alt("Uses of the busiest expert by layer, relative to an even use", series, unit="×"),
         x_label="layer",
         y_label="uses of the busiest expert, relative to an even use",
         x_ticks=_layer_ticks(profile),
@@ -237,7 +237,6 @@ def _load(profile: Profile) -> LineChart:
         reference_label="even",
         unit="×",
     )
-    return replace(chart, alt=line_alt("Uses of the busiest expert by layer, relative to an even use", chart))
 
 
 def _kept(profile: Profile) -> LineChart:
@@ -288,8 +287,8 @@ def _heatmap_alt(name: str, ratio: list[list[float]], layers: tuple[int, ...]) -
     )
 
 
-def _line_alt(what: str, series: dict[str, list[float | None]]) -> str:
-    return line_alt(what, LineChart("", "", "", "", "", (), series))
+def _line_alt(what: str, series: dict[str, list[float | None]], unit: str = "%") -> str:
+    return line_alt(what, LineChart("", "", "", "", "", (), series, unit=unit))
 
 
 def line_alt(what: str, chart: LineChart) -> str:
