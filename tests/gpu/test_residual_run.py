@@ -75,9 +75,10 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Packs:
 
 
 def slot_bytes(pack: Pack) -> int:
-    facts = ResidualFacts.of(pack)
-    beside = 0 if facts is None else directory_bytes(ExpertShape(8, 2, 128, 128))
-    return pack.target_slot_bytes + beside
+    """Device memory of a slot."""
+    spec, facts = pack.spec, ResidualFacts.of(pack)
+    shape = ExpertShape(spec.num_experts, spec.top_k, spec.hidden_size, spec.moe_intermediate_size)
+    return pack.target_slot_bytes + (0 if facts is None else directory_bytes(shape))
 
 
 def open_with(
@@ -204,8 +205,8 @@ def test_a_record_that_contradicts_itself_ends_the_text_by_name(
     packs: Packs, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     """Before a token that was computed from it is handed out, and whenever it is used again."""
-    used = used_experts(packs.residual)
-    key = used[-1]
+    with open_with(packs.residual, speculate=False) as engine:
+        key = used_experts(engine, prompt_of(20))[-1]
     pack = corrupted(packs.residual, tmp_path / "pack", key)
     before = threading.active_count()
     with open_with(pack, **changes) as engine:
@@ -218,19 +219,18 @@ def test_a_record_that_contradicts_itself_ends_the_text_by_name(
     assert threading.active_count() == before
 
 
-def used_experts(pack: Pack) -> list[tuple[int, int]]:
-    """In the order in which a text first uses them."""
-    with open_with(pack, speculate=False) as engine:
-        rows: list[Any] = []
-        inner = engine.rows
+def used_experts(engine: GpuEngine, prompt: list[int]) -> list[tuple[int, int]]:
+    """In the order in which the rows of a text first use them."""
+    rows: list[Any] = []
+    inner = engine.rows
 
-        def kept(*arguments: Any) -> Any:
-            found = inner(*arguments)
-            rows.extend(found[1])
-            return found
+    def kept(*arguments: Any) -> Any:
+        found = inner(*arguments)
+        rows.extend(found[1])
+        return found
 
-        engine.rows = kept  # type: ignore[method-assign]
-        list(engine.generate(Request(prompt_of(20), COUNT, frozenset(), SamplingSettings())))
+    engine.rows = kept  # type: ignore[method-assign]
+    list(engine.generate(Request(prompt, COUNT, frozenset(), SamplingSettings())))
     return list(dict.fromkeys(key for row in rows for key in row))
 
 
