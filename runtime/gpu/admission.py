@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from runtime.gpu.accelerator import Accelerator, Mark
+from runtime.gpu.accelerator import Accelerator
 from runtime.gpu.slots import DevicePool
 from runtime.kernels.residual import ResidualPool
 from runtime.memory.location import ExpertKey
 
 _BATCH = 64  # records of one launch
+_LAUNCHES = 128  # whose numbers are kept until a wait
 
 Arrived = tuple[ExpertKey, int]
 """An expert and its slot."""
@@ -49,34 +50,41 @@ class Admission:
         self._pending: list[Arrived] = []  # in the order of their faults
         self._faults = torch.zeros(most, dtype=torch.int32, device=accelerator.device)
         self._faults_host = accelerator.host((most,), torch.int32)
-        self._host = accelerator.host((2 * _BATCH,), torch.int64)  # lengths, then slots and the bank's slots in halves
-        self._seen = accelerator.seen(self._host)
-        self._device = torch.zeros_like(self._host, device=accelerator.device)
-        self._sent: Mark | None = None
+        # a row for each launch: lengths, then slots and slots of the bank in halves
+        host = accelerator.host((_LAUNCHES, 2 * _BATCH), torch.int64)
+        self._lengths = host.numpy()[:, :_BATCH]
+        self._numbers = host.view(torch.int32).numpy()[:, 2 * _BATCH :].reshape(_LAUNCHES, 2, _BATCH)
+        self._host, self._seen = host, accelerator.seen(host)
+        self._device = torch.zeros_like(host, device=accelerator.device)
+        self._launches = 0  # since the last wait
 
     def queue(self, pool: ResidualPool, arrived: Sequence[Arrived], payload_bytes: Mapping[ExpertKey, int]) -> None:
         """Check some records of one layer; slots of the bank are its experts.
 
         Args:
             pool: the layer's.
-            arrived: not admitted yet.
+            arrived: not admitted yet, as many as there is room for.
             payload_bytes: of each record.
         """
         for first in range(0, len(arrived), _BATCH):
             some = arrived[first : first + _BATCH]
-            self._send([payload_bytes[key] for key, _ in some], [slot for _, slot in some], [key[1] for key, _ in some])
-            begin = len(self._pending)
+            row, count, begin = self._launches, len(some), len(self._pending)
+            self._launches += 1
             self._pending.extend(some)
-            lengths, halves = self._device[:_BATCH], self._device[_BATCH:].view(torch.int32)
-            count = len(some)
-            faults = self._faults[begin : begin + count]
-            pool.admit(halves[:count], halves[_BATCH : _BATCH + count], lengths[:count], faults)
+            self._lengths[row, :count] = [payload_bytes[key] for key, _ in some]
+            self._numbers[row, 0, :count] = [slot for _, slot in some]
+            self._numbers[row, 1, :count] = [expert_id for (_, expert_id), _ in some]
+            device = self._device[row]
+            self._accelerator.fetch(device, self._seen[row])
+            halves, faults = device[_BATCH:].view(torch.int32), self._faults[begin : begin + count]
+            pool.admit(halves[:count], halves[_BATCH : _BATCH + count], device[:count], faults)
             for _, slot in some:
                 self._slots.admitted[slot] = True
 
     def has_room(self, count: int) -> bool:
-        """Whether so many more can be queued before `settle`."""
-        return len(self._pending) + count <= len(self._faults)
+        """Whether so many records of a layer can be queued before `settle`."""
+        launches = self._launches + -(-count // _BATCH)
+        return len(self._pending) + count <= len(self._faults) and launches <= _LAUNCHES
 
     def settle(self) -> list[tuple[ExpertKey, int]]:
         """Wait for all that is queued on the device.
@@ -97,15 +105,5 @@ class Admission:
         if faulty:
             self._faults.zero_()
         self._pending.clear()
+        self._launches = 0
         return faulty
-
-    def _send(self, lengths: Sequence[int], slots: Sequence[int], bank_slots: Sequence[int]) -> None:
-        """Queue that the numbers of a batch come to the device."""
-        if self._sent is not None:
-            self._sent.wait()  # it has read the numbers of the last batch
-        halves = self._host[_BATCH:].view(torch.int32)
-        self._host[: len(lengths)] = torch.tensor(lengths)
-        halves[: len(slots)] = torch.tensor(slots, dtype=torch.int32)
-        halves[_BATCH : _BATCH + len(slots)] = torch.tensor(bank_slots, dtype=torch.int32)
-        self._accelerator.fetch(self._device, self._seen)
-        self._sent = self._accelerator.mark()

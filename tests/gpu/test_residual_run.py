@@ -157,6 +157,15 @@ def test_experts_are_decoded_a_few_at_a_time(packs: Packs, monkeypatch: pytest.M
     assert report["plan"]["workspace_bytes"] - right_report["plan"]["workspace_bytes"] == 3 * slot
 
 
+@pytest.mark.parametrize("slots", [7, None])
+def test_more_records_than_are_checked_between_two_waits(
+    packs: Packs, monkeypatch: pytest.MonkeyPatch, slots: int | None
+) -> None:
+    monkeypatch.setattr("runtime.gpu.admission._BATCH", 3)
+    monkeypatch.setattr("runtime.gpu.admission._LAUNCHES", 3)
+    assert generate(packs.residual, 40, slots=slots)[0] == alone(packs.raw, 40)[0]
+
+
 def test_fewer_bytes_come(packs: Packs) -> None:
     way = {"slots": 4, "speculate": False, "prefetch": "none", "eviction": "lru"}
     read = {pack.manifest.encoding: generate(pack, **way)[1]["expert_cache"] for pack in packs}
