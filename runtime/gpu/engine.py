@@ -17,6 +17,7 @@ from runtime.config import RunSettings
 from runtime.decode.loop import Draft, Route
 from runtime.decode.sampling import Logits
 from runtime.engine import BaseEngine, checked_at_once
+from runtime.errors import PlanError
 from runtime.gpu.accelerator import Accelerator, Cuda
 from runtime.gpu.admission import ResidualSlots
 from runtime.gpu.bank import ResidentBank, pack_layers
@@ -351,7 +352,15 @@ def slot_experts(parts: Parts, plan: MemoryPlan, toolkit: Toolkit, max_tokens: i
     def plain(layout: SlotLayout, num_slots: int) -> Backend:
         return toolkit.kernels(layout, num_slots, max_tokens)
 
-    return RecordExperts(slots, parts.bank, parts.residual, parts.store, toolkit.residual, plain, accelerator)
+    made = (parts.bank, parts.residual, parts.store, toolkit.residual, plain, accelerator)
+    try:
+        return RecordExperts(slots, *made)
+    except torch.cuda.OutOfMemoryError as error:
+        raise PlanError(
+            expected=f"device memory for the directories of {plan.num_slots} slots and to decode a prompt's experts to",
+            found=str(error).splitlines()[0],
+            mend="make the expert cache smaller (--expert-cache), or free the GPU's memory",
+        ) from error
 
 
 class _Idle:

@@ -205,31 +205,47 @@ def corrupted(pack: Pack, folder: Path, key: tuple[int, int]) -> Pack:
     return Pack.open(folder)
 
 
+@pytest.mark.parametrize("length", [1, 20])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"slots": 4}, {"slots": 4, "host_cache_size": "50%"}, {"speculate": False}],
+    [{}, {"slots": 4}, {"slots": 4, "host_cache_size": "50%"}, {"slots": 4, "speculate": False}],
     ids=["whole", "few slots", "half on disk", "plain"],
 )
 def test_a_record_that_contradicts_itself_ends_the_text_by_name(
-    packs: Packs, tmp_path: Path, changes: dict[str, Any]
+    packs: Packs, tmp_path: Path, length: int, changes: dict[str, Any]
 ) -> None:
     """Before a token that was computed from it is handed out, and whenever it is used again."""
+    prompt = prompt_of(length)
     with open_with(packs.residual, speculate=False) as engine:
-        key = used_experts(engine, prompt_of(20))[-1]
+        uses = used_experts(engine, prompt)
+    key = max(uses, key=lambda key: uses[key])
     pack = corrupted(packs.residual, tmp_path / "pack", key)
     before = threading.active_count()
     with open_with(pack, **changes) as engine:
-        right = alone(packs.raw)[0]
         for _ in range(2):
             found: list[int] = []
             with pytest.raises(ArtifactError, match=rf"layer {key[0]}, expert {key[1]}.*blocks that do not"):
-                found.extend(engine.generate(Request(prompt_of(20), COUNT, frozenset(), SamplingSettings())))
-            assert found == right[: len(found)]
+                found.extend(engine.generate(Request(prompt, COUNT, frozenset(), SamplingSettings())))
+            assert not found if length == 20 else len(found) <= uses[key]
     assert threading.active_count() == before
 
 
-def used_experts(engine: GpuEngine, prompt: list[int]) -> list[tuple[int, int]]:
-    """In the order in which the rows of a text first use them."""
+def test_tokens_before_the_first_use_of_such_a_record_come(packs: Packs, tmp_path: Path) -> None:
+    prompt = prompt_of(1)
+    with open_with(packs.residual, speculate=False) as engine:
+        uses = used_experts(engine, prompt)
+    key = max(uses, key=lambda key: uses[key])
+    assert uses[key] > 1
+    plain = {"slots": 4, "speculate": False, "prefetch": "none"}
+    found: list[int] = []
+    with open_with(corrupted(packs.residual, tmp_path / "pack", key), **plain) as engine, pytest.raises(ArtifactError):
+        for token in engine.generate(Request(prompt, COUNT, frozenset(), SamplingSettings())):
+            found.append(token)
+    assert found == alone(packs.raw, 1)[0][: uses[key]]
+
+
+def used_experts(engine: GpuEngine, prompt: list[int]) -> dict[tuple[int, int], int]:
+    """The row of a text's decoding that uses each expert first."""
     rows: list[Any] = []
     inner = engine.rows
 
@@ -240,7 +256,7 @@ def used_experts(engine: GpuEngine, prompt: list[int]) -> list[tuple[int, int]]:
 
     engine.rows = kept  # type: ignore[method-assign]
     list(engine.generate(Request(prompt, COUNT, frozenset(), SamplingSettings())))
-    return list(dict.fromkeys(key for row in rows for key in row))
+    return {key: number for number, row in reversed(list(enumerate(rows))) for key in row}
 
 
 def test_interrupts_leave_an_engine_that_says_the_same(packs: Packs) -> None:
