@@ -18,11 +18,8 @@ class SlotExperts(Protocol):
 
     Attributes:
         pool: the slots, for the cache.
-        most_at_once: experts of one call for a prompt's block.
         num_bytes: of the device's memory for slots and what is kept beside them.
     """
-
-    most_at_once: int
 
     @property
     def pool(self) -> DevicePool: ...
@@ -73,8 +70,7 @@ class RawExperts:
     """
 
     def __init__(self, pool: DevicePool, kernels: Backend, accelerator: Accelerator) -> None:
-        self.pool, self.most_at_once = pool, pool.num_slots
-        self._kernels, self._accelerator = kernels, accelerator
+        self.pool, self._kernels, self._accelerator = pool, kernels, accelerator
 
     @property
     def num_bytes(self) -> int:

@@ -77,8 +77,8 @@ class RecordExperts:
     """See `SlotExperts`: residual records, and raw ones among them.
 
     Few tokens are computed from records, with the bits of the fused kernel in BF16. For more of them the experts of a
-    call are decoded to BF16 first, and computed as raw ones are. Raw records lie in slots of the same pool, which then
-    are as large, and are computed by a launch of their own.
+    call are decoded to BF16 first, some at a time, and computed as raw ones are. Raw records lie in slots of the same
+    pool, which then are as large, and are computed by a launch of their own.
 
     A record is admitted when it is first used: its directory is made and checked on the device, behind the copy and
     before the kernels, and nothing waits for that. `settle` looks at what was found.
@@ -107,12 +107,12 @@ class RecordExperts:
         self._admission = Admission(accelerator, slots)
         device, spec = accelerator.device, facts.spec
         layout = SlotLayout(bank.layer(0)[0].shape, PLAIN)
-        self.most_at_once = scratch_experts(layout.shape)
-        self._scratch = layout.new_pool(self.most_at_once, device)
-        self._decoded = plain(layout, self.most_at_once)
+        size = scratch_experts(layout.shape)
+        self._scratch = layout.new_pool(size, device)
+        self._decoded = plain(layout, size)
         self._raw = plain(layout, slots.num_slots)
         self._experts = torch.arange(spec.num_experts, dtype=torch.int32, device=device)
-        self._num_decoded = torch.tensor([self.most_at_once], dtype=torch.int32, device=device)
+        self._num_decoded = torch.tensor([size], dtype=torch.int32, device=device)
         self._places = {layer_id: place for place, layer_id in enumerate(spec.moe_layers)}
         self._layers = list(self._make(bank, tools))
         self._directory = next(layer for layer in self._layers if layer is not None).pool.directory
@@ -141,7 +141,7 @@ class RecordExperts:
         nothing = self._experts[:0]
         for layer in filter(None, self._layers):
             layer.pool.admit(nothing, nothing, nothing.long(), nothing)
-            self._decode(layer.pool, torch.full_like(self._experts, -1))
+            list(self._decode(layer.pool, torch.full_like(self._experts, -1), 1))
 
     def admit(self, slots: Mapping[ExpertKey, int]) -> None:
         """See `SlotExperts`."""
@@ -178,21 +178,33 @@ class RecordExperts:
             raw = None if raw_of is None else RawSlots(whole, raw_of)
             layer.kernels.run(layer.pool, slot_of, self._experts, *tokens, raw=raw, pairs=pairs, resume=resume)
             return
+        size = len(self._scratch)
+        most = min(len(slot_of), self.pool.num_slots, top_k_index.numel())  # that are here
+        if pairs is None and (raw_of is not None or most > size):
+            pairs = torch.empty(*top_k_index.shape, x.shape[1], dtype=torch.float32, device=x.device)
         if raw_of is not None:
-            if pairs is None:
-                pairs = torch.empty(*top_k_index.shape, x.shape[1], dtype=torch.float32, device=x.device)
             self._raw.run(whole, raw_of, *tokens, pairs=pairs, resume=resume)
             resume = True
-        scratch_of = self._decode(layer.pool, slot_of)
-        self._decoded.run(self._scratch, scratch_of, *tokens, pairs=pairs, resume=resume)
+        for scratch_of in self._decode(layer.pool, slot_of, most):
+            self._decoded.run(self._scratch, scratch_of, *tokens, pairs=pairs, resume=resume)
+            resume = pairs is not None
 
-    def _decode(self, pool: ResidualPool, slot_of: Tensor) -> Tensor:
-        """Write those that are here, at most `most_at_once`, to scratch slots; where to: int32 [E]."""
-        here = slot_of >= 0
-        first = torch.argsort(here.int(), descending=True, stable=True)[: self.most_at_once]
-        active = self._experts[: self.most_at_once]  # by their number among those
-        pool.decode(slot_of[first], first.int(), active, self._num_decoded, self._scratch)
-        return torch.where(here, here.cumsum(0, dtype=torch.int32) - 1, -1)
+    def _decode(self, pool: ResidualPool, slot_of: Tensor, most: int) -> Iterator[Tensor]:
+        """Write the experts that are here, at most `most`, to scratch slots, as many at a time as there are.
+
+        Returns:
+            Where each of them is until the next time: int32 [E], -1 for all others.
+        """
+        size, here = len(self._scratch), slot_of >= 0
+        rank = here.cumsum(0, dtype=torch.int32) - 1
+        order = torch.argsort(here.int(), descending=True, stable=True)
+        for first in range(0, most, size):
+            some = order[first : first + size]
+            slots = torch.nn.functional.pad(slot_of[some], (0, size - len(some)), value=-1)
+            codes = torch.nn.functional.pad(some.int(), (0, size - len(some)))
+            pool.decode(slots, codes, self._experts[:size], self._num_decoded, self._scratch)
+            now = here & (rank >= first) & (rank < first + size)
+            yield torch.where(now, rank - first, -1)
 
     def settle(self) -> None:
         """See `SlotExperts`."""

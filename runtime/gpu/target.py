@@ -260,8 +260,7 @@ class BlockTarget:
         keys = [(layer_id, expert_id) for expert_id in torch.unique(chosen).tolist()]
         if self._trace is not None:
             self._trace.append(keys)
-        size = max(1, self._experts.pool.num_slots // 2)  # while one computes, the next one comes
-        waves = _batches(keys, min(size, self._experts.most_at_once))
+        waves = _batches(keys, max(1, self._experts.pool.num_slots // 2))  # while one computes, the next one comes
         out = torch.empty_like(hidden)
         pairs = None
         if len(waves) > 1:

@@ -125,6 +125,21 @@ def test_text_and_logits_are_those_of_the_raw_pack(
     assert all(torch.equal(logits[text], right[text]) for text in common)
 
 
+@pytest.mark.parametrize("which", ["g128", "mixed"])
+def test_a_prompts_experts_are_decoded_a_few_at_a_time(
+    packs: dict[str, Packs],
+    prompts: list[list[int]],
+    alone: dict[str, tuple[list[list[int]], Logits]],
+    monkeypatch: pytest.MonkeyPatch,
+    which: str,
+) -> None:
+    monkeypatch.setattr("runtime.gpu.residual_facts._SCRATCH_BYTES", 5 * packs[which].raw.target_slot_bytes)
+    tokens, logits = run_of(engine_of(packs[which].residual), prompts)
+    wanted, right = alone[which]
+    assert tokens == wanted
+    assert all(torch.equal(logits[text], right[text]) for text in right.keys() & logits.keys())
+
+
 @pytest.mark.parametrize("changes", [{}, {"slots": 30}, {"slots": 30, "host_cache_size": "50%"}])
 def test_a_record_that_contradicts_itself_ends_the_text_by_name(
     packs: dict[str, Packs], prompts: list[list[int]], tmp_path: Path, changes: dict[str, Any]

@@ -36,6 +36,7 @@ from tests.pack.test_damage import change_index
 from tests.tiny import make_model, save_model
 
 COUNT = 10
+SORTED_ROWS = 128 * 2 * (2 * 128 + 2 * 128 + 4 * 128)  # bytes, of 128 tokens
 RAW = {(1, 3), *((2, expert) for expert in range(8))}  # in the mixed pack
 
 
@@ -146,15 +147,19 @@ def test_prompts_of_every_length_end_in_the_same_logits(mixed: Packs, length: in
         assert all(torch.equal(logits[text], right[text]) for text in right.keys() & logits.keys())
 
 
-def test_experts_are_decoded_a_few_at_a_time(packs: Packs, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_experts_are_decoded_a_few_at_a_time(
+    packs: Packs, mixed: Packs, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
     slot = SlotLayout(ExpertShape(8, 2, 128, 128), WeightForm("bf16")).slot_bytes
-    monkeypatch.setattr("runtime.gpu.residual_facts._SCRATCH_BYTES", 3 * slot)
-    with open_with(packs.residual) as engine:
-        assert engine._experts.most_at_once == 3
-    tokens, report, _ = generate(packs.residual, 40)
-    wanted, right_report, _ = alone(packs.raw, 40)
-    assert tokens == wanted
-    assert report["plan"]["workspace_bytes"] - right_report["plan"]["workspace_bytes"] == 3 * slot
+    monkeypatch.setattr("runtime.gpu.residual_facts._SCRATCH_BYTES", count * slot)
+    for both, slots, sets in ((packs, None, 0), (packs, 5, 0), (mixed, None, 1)):
+        tokens, report, logits = generate(both.residual, 40, slots=slots)
+        wanted, right_report, right = alone(both.raw, 40)
+        assert tokens == wanted
+        assert all(torch.equal(logits[text], right[text]) for text in right.keys() & logits.keys())
+        more = report["plan"]["workspace_bytes"] - right_report["plan"]["workspace_bytes"]
+        assert more == count * slot + sets * SORTED_ROWS
 
 
 @pytest.mark.parametrize("slots", [7, None])
