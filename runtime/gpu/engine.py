@@ -34,6 +34,7 @@ from runtime.kernels.dispatch import Backend, ExpertKernels
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.residual import ResidualPool
 from runtime.kernels.residual_experts import ResidualExperts
+from runtime.kernels.rows import Routing, RowKernels, RowOps
 from runtime.kernels.shape import Activation, ExpertShape, WeightForm
 from runtime.memory.cache import ExpertCache
 from runtime.memory.eviction import make_policy
@@ -54,11 +55,13 @@ class Toolkit:
     Attributes:
         accelerator: the device.
         kernels: makes what computes layers of a layout, from a pool of so many slots, for up to so many tokens.
+        rows: computes the dense part of decoding passes.
         residual: what computes from residual records.
     """
 
     accelerator: Accelerator
     kernels: Callable[[SlotLayout, int, int], Backend]
+    rows: RowOps
     residual: ResidualTools
 
     @classmethod
@@ -69,7 +72,7 @@ class Toolkit:
             return ExpertKernels(layout, num_slots, max_tokens, settings.kernel_dispatch, settings.fused_kernel)
 
         residual = ResidualTools(ResidualPool, lambda layout: ResidualExperts(layout, settings.fused_kernel))
-        return cls(Cuda(graphs), kernels, residual)
+        return cls(Cuda(graphs), kernels, RowKernels(), residual)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,8 @@ def load_pack(
     device, activation = toolkit.accelerator.device, plan_activation(pack)
     shape = expert_shape(pack.spec, activation)
     capacity = plan.context_tokens
-    model = DeviceModel(pack.config_folder, pack.spec, pack.read_dense, pack.dense_names(), device, capacity)
+    names = pack.dense_names()
+    model = DeviceModel(pack.config_folder, pack.spec, pack.read_dense, names, device, capacity, toolkit.rows)
     bank, residual = None, ResidualFacts.of(pack)
     if drafts(settings) or residual is not None:
         bank = make_bank(pack_layers(pack, shape, device, settings.direct_io), toolkit)
@@ -248,7 +252,8 @@ class GpuEngine(BaseEngine):
     def _warm_up(self, shape: ExpertShape) -> None:
         """Run every kernel once with nothing to do and reserve the KV cache, so that recording only records."""
         accelerator, parts = self._toolkit.accelerator, self._parts
-        device, idle, places = accelerator.device, _Idle(), range(len(parts.model.spec.moe_layers))
+        device, places = accelerator.device, range(len(parts.model.spec.moe_layers))
+        idle = _Idle(shape.top_k, device)
         absent = torch.full((shape.num_experts,), -1, dtype=torch.int32, device=device)
         with accelerator.active():
             self._experts.warm_up()
@@ -366,8 +371,17 @@ def slot_experts(parts: Parts, plan: MemoryPlan, toolkit: Toolkit, max_tokens: i
 class _Idle:
     """Stands in for the experts while a model is tried out."""
 
+    def __init__(self, top_k: int, device: torch.device) -> None:
+        self._top_k, self._device = top_k, device
+
     def compute(self, place: int, hidden: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(hidden)
+
+    routed = compute
+
+    def routing(self, place: int, rows: int) -> Routing:
+        index = torch.zeros(rows, self._top_k, dtype=torch.int32, device=self._device)
+        return Routing(index, torch.zeros(rows, self._top_k, device=self._device))
 
 
 def _idle_call(tokens: int, shape: ExpertShape, device: torch.device) -> tuple[torch.Tensor, ...]:

@@ -23,6 +23,7 @@ from runtime.kernels.layout import SlotLayout
 from runtime.kernels.reference import activate_torch, dequantize
 from runtime.kernels.residual import ResidualPool
 from runtime.kernels.residual_experts import RawSlots
+from runtime.kernels.rows_reference import TorchRows
 from runtime.kernels.tuning import INVARIANT_TOKENS
 from runtime.memory.transfer import Landing
 from runtime.model.families import MoeSpec
@@ -274,7 +275,7 @@ def toolkit(
             records.append(one)
         return one
 
-    return Toolkit(Processor(needs_pinned), kernels, ResidualTools(HostPool, residual))
+    return Toolkit(Processor(needs_pinned), kernels, TorchRows(), ResidualTools(HostPool, residual))
 
 
 def open_gpu(

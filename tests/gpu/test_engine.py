@@ -157,7 +157,8 @@ def test_ctrl_c_leaves_no_thread_and_the_next_text_is_right(
     before = threading.active_count()
     with open_gpu(pack, settings, needs_pinned=needs_pinned) as engine:
         part: Any = engine._blocks if where == "prompt" else engine._rows
-        compute, calls = part.compute, 0
+        name = "compute" if where == "prompt" else "routed"
+        compute, calls = getattr(part, name), 0
 
         def interrupted(*arguments: Any) -> Tensor:
             nonlocal calls
@@ -167,11 +168,11 @@ def test_ctrl_c_leaves_no_thread_and_the_next_text_is_right(
             found: Tensor = compute(*arguments)
             return found
 
-        part.compute = interrupted
+        setattr(part, name, interrupted)
         request = Request(prompt_of(20), COUNT, frozenset(), SamplingSettings())
         with pytest.raises(KeyboardInterrupt):
             list(engine.generate(request))
-        part.compute = compute
+        setattr(part, name, compute)
         assert list(engine.generate(request)) == alone(pack)[0]
     assert threading.active_count() == before
 
