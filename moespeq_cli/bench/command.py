@@ -82,6 +82,15 @@ def decode(
     ablations: Annotated[
         bool, typer.Option("--ablations/--no-ablations", help="Leave parts out one by one", rich_help_panel=_BUILT)
     ] = True,
+    encoding: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--encoding",
+            help="Of the exact experts: raw, residual, or both side by side; repeat it, or separate by commas",
+            show_default="raw",
+            rich_help_panel=_BUILT,
+        ),
+    ] = None,
     config: Annotated[
         str | None, typer.Option("--config", help="Deployment profile of the run", rich_help_panel=_BUILT)
     ] = None,
@@ -109,6 +118,7 @@ def decode(
             ablations=ablations,
             first_token=_numbers("--first-token", first_tokens),
             save=lambda figures: _finish(output, figures),
+            encodings=_encodings(encoding),
         )
         return
     from moespeq_cli.bench import decode as sweep
@@ -381,6 +391,20 @@ def _settings(threads: int, verify_window: int | None = None) -> Any:
 
     fixed = {} if verify_window is None else {"governor": "fixed", "verify_window": verify_window}
     return make_settings(None, {"threads": threads, "context": 512, "warm": False} | fixed)  # caches start empty
+
+
+def _encodings(asked: list[str] | None) -> list[str]:
+    """The encodings of an option that may be repeated or have several; raw without it."""
+    from runtime.artifacts.encodings import ENCODINGS
+    from runtime.errors import InputError
+
+    names = [name.strip() for part in asked or ["raw"] for name in part.split(",")]
+    for name in names:
+        if name not in ENCODINGS:
+            raise InputError(
+                expected=f"--encoding of {', '.join(ENCODINGS)}", found=repr(name), mend="name one of them, or both"
+            )
+    return list(dict.fromkeys(names))
 
 
 def _numbers(option: str, text: str) -> list[int]:

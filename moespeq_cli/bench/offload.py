@@ -20,8 +20,9 @@ from runtime.decode.sampling import SamplingSettings
 from runtime.engine import Request
 from runtime.errors import InputError
 from runtime.gpu.engine import GpuEngine, Parts, Toolkit
+from runtime.gpu.geometry import expert_shape
 from runtime.gpu.host_tier import Arena
-from runtime.gpu.plan import make_gpu_plan
+from runtime.gpu.plan import Beside, make_gpu_plan
 from runtime.memory.clairvoyant import Trace, belady
 from runtime.memory.location import ExpertKey
 from runtime.memory.plan import MemoryPlan
@@ -41,16 +42,21 @@ class Mode:
         changes: of the settings.
         all_memory: whether the cache has all the memory for experts, or what the draft leaves.
         graphs: whether passes are recorded.
+        encoding: of the records.
     """
 
     name: str
     changes: dict[str, Any]
     all_memory: bool = False
     graphs: bool = True
+    encoding: str = "raw"
 
 
-def modes() -> list[Mode]:
-    """The ways that are compared; of the classic ones the best counts."""
+def modes(encodings: Sequence[str] = ("raw",)) -> list[Mode]:
+    """The ways that are compared; of the classic ones the best counts. The last one is this program's.
+
+    Ways without residual records have raw ones, whatever is asked for: they are what the others are measured by.
+    """
     classic = [
         Mode(
             f"classic, k = {k}",
@@ -58,12 +64,18 @@ def modes() -> list[Mode]:
         )
         for k in CLASSIC_WINDOWS
     ]
+    looking = [Mode("lookahead", {})] if "raw" in encodings else []
+    if "residual" in encodings:
+        looking += [
+            Mode("residual, no speculation", PLAIN, encoding="residual"),
+            Mode("lookahead, residual", {}, encoding="residual"),
+        ]
     return [
         Mode("SM: no draft, LRU, all memory", PLAIN, all_memory=True),
         Mode("SC: no draft, LRU, what a draft leaves", PLAIN),
         Mode("history: no draft, prefetch of the last row's, all memory", PLAIN | {"prefetch": "history"}, True),
         *classic,
-        Mode("lookahead", {}),
+        *looking,
     ]
 
 
@@ -104,6 +116,7 @@ class Sweep:
         repeats: runs of each mode; times are medians.
         toolkit: makes what computes, with recorded passes or without.
         device_bytes: memory to plan with; None asks the GPU.
+        residual: the same model with residual records.
     """
 
     def __init__(
@@ -115,33 +128,66 @@ class Sweep:
         repeats: int,
         toolkit: Callable[[bool], Toolkit] | None = None,
         device_bytes: int | None = None,
+        residual: Parts | None = None,
     ) -> None:
         self._parts, self._base, self._prompts = parts, base, prompts
+        self._encodings = {"raw": parts} | ({} if residual is None else {"residual": residual})
         self._max_new_tokens, self._repeats = max_new_tokens, repeats
         self._toolkit = toolkit or (lambda graphs: Toolkit.cuda(base, graphs))
         self._toolkits = {graphs: self._toolkit(graphs) for graphs in (True, False)}
         self._device_bytes = device_bytes
         spec = parts.model.spec
-        assert parts.bank is not None and isinstance(parts.tier, Arena)
-        self._arena = parts.tier
+        assert parts.bank is not None
         self.expert_bytes = spec.num_records * parts.store.max_record_bytes
         self.draft_bytes = parts.bank.num_bytes
 
-    def plan(self, settings: RunSettings) -> MemoryPlan:
+    def plan(self, settings: RunSettings, encoding: str = "raw") -> MemoryPlan:
         """The plan of a run of this model."""
+        parts = self._encodings[encoding]
         return make_gpu_plan(
             self._parts.model.spec,
             self._parts.model.config.to_dict(),
             settings,
             dense_bytes=self._parts.model.dense_bytes,
-            draft_bytes=self.draft_bytes if settings.speculate else 0,
-            slot_bytes=self._parts.store.max_record_bytes,
+            draft_bytes=self.draft_bytes if settings.speculate or parts.residual is not None else 0,
+            slot_bytes=parts.store.max_record_bytes,
+            beside=self._beside(encoding),
             device_bytes=self._device_bytes,
         )
 
+    def _beside(self, encoding: str) -> Beside | None:
+        parts = self._encodings[encoding]
+        shape = expert_shape(self.spec, parts.activation)
+        return None if parts.residual is None else Beside.of(shape, parts.residual)
+
+    @property
+    def encodings(self) -> list[str]:
+        """Of the records that there are."""
+        return list(self._encodings)
+
+    def least_record_bytes(self, encoding: str) -> int:
+        """Of the smallest record."""
+        return min(map(self._encodings[encoding].store.record_bytes, self.spec.expert_keys()))
+
+    def records(self) -> dict[str, Any]:
+        """What the residual records take, for the report; nothing where there are none."""
+        parts, beside = self._encodings.get("residual"), self._beside(self.encodings[-1])
+        if parts is None or parts.residual is None or beside is None:
+            return {}
+        lengths = parts.residual.payload_bytes.values()
+        weights = expert_shape(self.spec, parts.activation).weights_per_expert
+        return {
+            "bits_per_weight": 8 * sum(lengths) / (weights * len(lengths)) if lengths else None,
+            "raw_records": self.spec.num_records - len(lengths),
+            "record_bytes": parts.store.max_record_bytes,
+            "directory_bytes": beside.directory_bytes,
+            "scratch_bytes": beside.scratch_bytes,
+        }
+
     def of_prompt(self, prompt: list[int]) -> Sweep:
         """The same for the first token of one prompt."""
-        return Sweep(self._parts, self._base, [prompt], 1, 1, self._toolkit, self._device_bytes)
+        residual = self._encodings.get("residual")
+        return Sweep(self._parts, self._base, [prompt], 1, 1, self._toolkit, self._device_bytes, residual)
 
     @property
     def spec(self) -> MoeSpec:
@@ -162,7 +208,9 @@ class Sweep:
         """
         whole = parse_size(memory, self.expert_bytes)
         cache = whole if mode.all_memory else whole - self.draft_bytes
-        if cache < self._parts.store.max_record_bytes:
+        beside = self._beside(mode.encoding)
+        slot = self._encodings[mode.encoding].store.max_record_bytes + (0 if beside is None else beside.directory_bytes)
+        if cache < slot:
             raise InputError(
                 expected=f"--expert-memory above {self.draft_bytes / self.expert_bytes:.1%}, what the draft takes",
                 found=memory,
@@ -174,17 +222,19 @@ class Sweep:
         """Decode all prompts, `repeats` times with a cache that starts empty."""
         settings, runs = self.settings(mode, memory), []
         for _ in range(self._repeats):
-            runs.append(self._once(settings, mode.graphs))
+            runs.append(self._once(settings, mode))
         middle = sorted(runs, key=lambda run: run.figures["ms_per_token"])[len(runs) // 2]
         times = [run.figures["ms_per_token"] for run in runs]
         spread = {"ms_per_token": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
-        return dataclasses.replace(middle, figures=middle.figures | {"mode": mode.name, "memory": memory} | spread)
+        named = {"mode": mode.name, "encoding": mode.encoding, "memory": memory}
+        return dataclasses.replace(middle, figures=middle.figures | named | spread)
 
-    def _once(self, settings: RunSettings, graphs: bool) -> Outcome:
-        plan, toolkit = self.plan(settings), self._toolkits[graphs]
-        parts = dataclasses.replace(
-            self._parts, tier=self._arena.borrowed(), bank=self._parts.bank if settings.speculate else None
-        )
+    def _once(self, settings: RunSettings, mode: Mode) -> Outcome:
+        plan, toolkit = self.plan(settings, mode.encoding), self._toolkits[mode.graphs]
+        made = self._encodings[mode.encoding]
+        assert isinstance(made.tier, Arena)
+        leans = settings.speculate or made.residual is not None
+        parts = dataclasses.replace(made, tier=made.tier.borrowed(), bank=made.bank if leans else None)
         rows: list[list[ExpertKey]] = []
         toolkit.accelerator.forget_peak()
         with GpuEngine(parts, settings, plan, toolkit, keep_trace=True) as engine:
@@ -201,8 +251,9 @@ class Sweep:
             report, trace = engine.report(), engine.trace()
             everything = plan.num_slots >= engine.spec.num_records  # then all of it was read before the first text
             fewest = 0 if everything else check_reads(trace, plan.num_slots, engine.cache.stats)
-            peak = toolkit.accelerator.peak_bytes() - (0 if settings.speculate else self.draft_bytes)
-        return Outcome(_figures(report, fewest * plan.slot_bytes, peak, plan), tokens, rows, trace)
+            peak = toolkit.accelerator.peak_bytes() - (0 if leans else self.draft_bytes)
+        bound = fewest * self.least_record_bytes(mode.encoding)
+        return Outcome(_figures(report, bound, peak, plan), tokens, rows, trace)
 
 
 def _figures(report: dict[str, Any], own_bound_bytes: int, peak_bytes: int, plan: MemoryPlan) -> dict[str, Any]:
@@ -256,7 +307,7 @@ def compare(
             if found.tokens != reference.tokens:
                 raise RuntimeError(f"{mode.name} at {memory} changed the text: nothing is reported")
             fewest = belady(reference.trace, found.figures["num_slots"])
-            bound = fewest * sweep.expert_bytes / (sweep.spec.num_records * found.figures["new_tokens"])
+            bound = fewest * sweep.least_record_bytes(mode.encoding) / found.figures["new_tokens"]
             rows.append(found.figures | {"clairvoyant_bytes_per_token": bound})
             done(rows[-1])
     assert reference is not None
@@ -318,7 +369,7 @@ def first_token(sweep: Sweep, memory: str, length: int) -> dict[str, Any]:
     """
     (prompt,) = make_prompts(1, length, *sweep.ids, seed=length)
     one = sweep.of_prompt(prompt)
-    runs = [one.run(modes()[-1], memory).figures for _ in range(2)]
+    runs = [one.run(modes(sweep.encodings)[-1], memory).figures for _ in range(2)]
     best_rate = max(run["link_gb_per_s"] for run in runs) * 1e9
     last = runs[-1]
     read = last["total_bytes_per_token"] * last["new_tokens"]

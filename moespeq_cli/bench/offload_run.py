@@ -34,6 +34,7 @@ def decode_built(
     ablations: bool,
     first_token: Sequence[int],
     save: Save,
+    encodings: Sequence[str] = ("raw",),
 ) -> None:
     """Measure a built model on the GPU and print the tables.
 
@@ -49,6 +50,8 @@ def decode_built(
         ablations: whether parts are left out, at `window_memory`.
         first_token: lengths of prompts for which the time to the first token is measured.
         save: is given the raw figures again after every way, so that a run that is stopped leaves what it measured.
+        encodings: of the exact experts, `raw` and `residual`; ablations, windows and first tokens have residual ones
+            where they are asked for.
 
     Raises:
         KernelError: no GPU that will do.
@@ -58,7 +61,7 @@ def decode_built(
     from moespeq_cli.bench import offload
     from moespeq_cli.bench.environment import gpu_environment
     from moespeq_cli.bench.synthetic.models import make_config
-    from moespeq_cli.bench.synthetic.parts import build_parts
+    from moespeq_cli.bench.synthetic.parts import build_encodings
     from runtime.gpu.engine import Toolkit
     from runtime.kernels.device import current_gpu
 
@@ -68,22 +71,27 @@ def decode_built(
     settings = dataclasses.replace(settings, context=needed, speculate=True)
     started = time.perf_counter()
     with console.progress("layers of experts", config.num_hidden_layers) as bar:
-        parts = build_parts(config, Toolkit.cuda(settings), needed, advance=bar.advance)
+        made = build_encodings(
+            config, Toolkit.cuda(settings), needed, advance=bar.advance, residual="residual" in encodings
+        )
     built_s = time.perf_counter() - started
     asked = offload.make_prompts(prompts, prompt_tokens, max(SPECIAL_IDS) + 1, TEXT_IDS)
-    sweep = offload.Sweep(parts, settings, asked, max_new_tokens, repeats)
-    ways = offload.modes()
+    sweep = offload.Sweep(made["raw"], settings, asked, max_new_tokens, repeats, residual=made.get("residual"))
+    ways = offload.modes(encodings)
     sweep.settings(ways[-1], window_memory)  # refused now, not after all that comes before it
+    encoding = ways[-1].encoding
     left_out = [ways[-1], *offload.ABLATIONS] if ablations else []
     grid = [
         offload.Mode(f"{w}/{v}", {"prefetch_window": w, "verify_window": v, "governor": "fixed"})
         for w in windows
         for v in verifies
     ]
+    left_out, grid = ([dataclasses.replace(mode, encoding=encoding) for mode in part] for part in (left_out, grid))
     total = len(memories) * len(ways) + len(left_out) + len(grid) + len(first_token)
     console.note(
         f"built in {built_s:.0f} s; draft {sweep.draft_bytes / 1e9:.2f} GB, "
         f"{sweep.draft_bytes / sweep.expert_bytes:.1%} of {sweep.expert_bytes / 1e9:.2f} GB of experts; "
+        f"{_records_line(sweep.records())}"
         f"{total} ways, {prompts} prompts of {prompt_tokens} tokens, {max_new_tokens} new tokens each, "
         f"{repeats} repeats"
     )
@@ -93,6 +101,7 @@ def decode_built(
         "layers": config.num_hidden_layers,
         "expert_bytes": sweep.expert_bytes,
         "draft_bytes": sweep.draft_bytes,
+        "residual": sweep.records(),
         "built_s": built_s,
         "prompts": prompts,
         "prompt_tokens": prompt_tokens,
@@ -126,8 +135,16 @@ def decode_built(
             for length in first_token:
                 keep("first_token")(offload.first_token(sweep, window_memory, length))
     finally:
-        parts.tier.close()
+        for parts in made.values():
+            parts.tier.close()
     _print(result, window_memory)
+
+
+def _records_line(records: dict[str, Any]) -> str:
+    if not records:
+        return ""
+    bits, kept = records["bits_per_weight"], records["raw_records"]
+    return f"residual records of {'no' if bits is None else f'{bits:.2f}'} bits a weight, {kept} raw; "
 
 
 def _print(result: dict[str, Any], memory: str) -> None:
