@@ -72,7 +72,7 @@ def _residual(shape: ExpertShape, group_size: int, tokens: int) -> Entry:
     """Few tokens from residual records on an H200; 104 registers are all that 608 threads can have."""
     layout = SlotLayout(shape, WeightForm("int4", group_size))
     made = residual_plan.plan(layout, tokens, FusedConfig(), H200.smem_per_block_bytes)
-    return Entry(made.source, 104, ("sm_90",))
+    return Entry(made.source, 104, ("sm_90",), max_spill_bytes=8)  # two registers, groups of 32
 
 
 # Every `.cu` file has entries here for sm_80 and for sm_90 or sm_90a; one for each set of values that differs in kind.
