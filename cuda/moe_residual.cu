@@ -157,8 +157,28 @@ template <class BEFORE, class AFTER> __device__ __forceinline__ void multiply(co
     return;
   }
   at = (low + nibble_bytes(entry)) * 8 + at * 4;
-  Scales scales;
   const u32 one = ((u32)args.num_tokens >> 31) + 1;   // which the compiler does not know
+  if (exceptions(entry)) {
+    const Own exceptional = own_exceptions(args.records + record * args.record_bytes + entry.low * 16ull, entry, lane);
+#pragma unroll 1
+    for (int i = 0; i < 4; i++) {
+      const u32 from = codes + i / 2 * 512 + lane * 16 + i % 2 * 8;
+      u32 a[8];
+      rebuild_two(lds32(from), lds32(from + 4), lds128(own + i * 512), scales_of(lds32(codes + CODE_BYTES + scale_byte(i * SCALE_SETS / 4, lane / 4, 0))), table, at, one, a);
+      put_in(exceptional, 2 * i, a);
+      mma(acc, a[0], a[1], a[2], a[3], b[0], b[1]);
+      mma(acc, a[4], a[5], a[6], a[7], b[2], b[3]);
+      const u32 turned[4] = {b[0], b[1], b[2], b[3]};   // four turns bring every register back
+#pragma unroll
+      for (int j = 0; j < B_REGS - 4; j++) b[j] = b[j + 4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) b[B_REGS - 4 + j] = turned[j];
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) after(i);
+    return;
+  }
+  Scales scales;
   uint4 words;
 #pragma unroll
   for (int i = 0; i < 4; i++) {   // two steps, 32 k

@@ -121,14 +121,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) residual_index(
         const int words = (next & 0xffffu) - (row & 0xffffu), count = (int)(next >> 16) - (int)(row >> 16), first = row >> 16;
         right = words == (zeros + 7) / 8 && count >= 0 && count <= 2048 && first + count <= total;
         const u16* places = (const u16*)(record + begin + places_at) + first;
-        bool rising = true;
+        bool rising = true, crowded = false;  // more exceptions of a lane than are put in
         if (right)
-          for (int i = lane; i < count; i += 32) rising = rising && places[i] < 2048 && (i == 0 || places[i - 1] < places[i]);
+          for (int i = lane; i < count; i += 32) {
+            rising = rising && places[i] < 2048 && (i == 0 || places[i - 1] < places[i]);
+            crowded = crowded || (i >= MOST_OWN && places[i - MOST_OWN] / LANE_PLACES == places[i] / LANE_PLACES);
+          }
+        crowded = !__all_sync(~0u, !crowded);
         right = __all_sync(~0u, right && rising);
         const u32 nibbles = (words_at - k * 2048 + 4 * (row & 0xffffu)) / 4, places_from = places_at + 2 * first - k * 2048;
         const u32 high = 2 * total - first;   // from the unit's places to the high bytes
         if (right && lane == 0)
-          *(uint4*)(to + k * DIRECTORY_BYTES + 64) = make_uint4((u32)(begin / 16) + k * 128, nibbles | high << 16, words | count << 16 | (count || !plain ? 0x80000000u : 0), places_from);
+          *(uint4*)(to + k * DIRECTORY_BYTES + 64) = make_uint4((u32)(begin / 16) + k * 128, nibbles | high << 16, words | count << 16 | (crowded || !plain ? 0x80000000u : 0), places_from);
       }
       *(u16*)(to + k * DIRECTORY_BYTES + lane * 2) = before - count;
     }
@@ -187,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) residual_decode(
         if (here[rh] && column + c * 32 < columns) *(uint4*)(rows[rh] + column + c * 32) = make_uint4(a[rh], a[2 + rh], a[4 + rh], a[6 + rh]);
     };
     u32 a[8];
-    if (by_weight(entry)) {
+    if (by_weight(entry) || exceptions(entry)) {
       at /= 4;
 #pragma unroll 1
       for (int step = 0; step < 8; step++) {

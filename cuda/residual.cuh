@@ -9,7 +9,8 @@
 //   As the bits of BF16 a nibble is its number times a power of two, another one for each of the two rows, which their scales make good.
 // A zero code makes that byte 0. Its own, (N >> 3) << 7 | (S - (N & 7)) with S the high byte of bf16(scale), is put there: of the eight
 //   weights of a step the mask of zero codes chooses, in a table in shared memory, which of the next eight nibbles each one takes.
-// Not so where a scale is not positive or an exception is listed: such a unit is marked, and rebuilt weight by weight.
+// Exceptions are put in afterwards, up to MOST_OWN of a lane. Where a lane has more, or a scale is not positive, the unit is marked and rebuilt
+// weight by weight.
 // Shifts, masks and sums of integers share a pipe at half rate, which this fills. So some sums are multiplications by `one`, a 1 that the
 //   compiler cannot see to be one.
 #pragma once
@@ -19,6 +20,8 @@
 #define DIRECTORY_BYTES 80
 #define CHOICES_BYTES 4096   // the table: uint4 [256]
 #define BLOCK_UNITS 8        // units of a record's block, at most
+#define MOST_OWN 4           // exceptions of a lane that are put into a unit rebuilt as others are
+#define LANE_PLACES 64       // places of a unit that are a lane's
 
 // A unit of the directory
 struct Entry {
@@ -116,6 +119,43 @@ __device__ __forceinline__ void rebuild_two(u32 left, u32 right, uint4 low, cons
   const u32 next = shift_pair(first, second, used);
   rebuild_step(right, right_low, s, table, next, used, one, a + 4);
   at += used;
+}
+
+// A lane's exceptions of a unit, its place in a lane and its high byte in bits 8-15 each; ~0: none. The record is in global memory, all lanes
+// come together.
+struct Own { u32 of[MOST_OWN]; };
+__device__ __forceinline__ Own own_exceptions(const u8* record, const Entry& entry, int lane) {
+  Own own;
+#pragma unroll
+  for (int q = 0; q < MOST_OWN; q++) own.of[q] = ~0u;
+  const u16* places = (const u16*)(record + entry.places);
+  const u8* bytes = record + entry.places + (entry.more >> 16);
+  const int count = exceptions(entry);
+#pragma unroll 1
+  for (int first = 0; first < count; first += 32) {
+    const u32 mine = first + lane < count ? places[first + lane] | (u32)bytes[first + lane] << 16 : 0;
+#pragma unroll 1
+    for (int i = 0; i < min(32, count - first); i++) {
+      const u32 one = __shfl_sync(~0u, mine, i), place = one & 0xffffu;
+      if (place / LANE_PLACES != (u32)lane) continue;
+#pragma unroll
+      for (int q = MOST_OWN - 1; q > 0; q--) own.of[q] = own.of[q - 1];
+      own.of[0] = place % LANE_PLACES | one >> 16 << 8;
+    }
+  }
+  return own;
+}
+
+// Two steps from `step` on with the lane's exceptions put in
+__device__ __forceinline__ void put_in(const Own& own, int step, u32* a) {
+#pragma unroll
+  for (int q = 0; q < MOST_OWN; q++) {
+    const u32 place = own.of[q] & 255u, at = place / 8 - step, kh = place / 4 % 2, rh = place / 2 % 2, shift = place % 2 * 16 + 8;
+    const u32 which = own.of[q] == ~0u || at > 1 ? 8 : at * 4 + kh * 2 + rh;
+#pragma unroll
+    for (u32 r = 0; r < 8; r++)
+      if (which == r) a[r] = (a[r] & ~(0xff00u << (shift - 8))) | (own.of[q] >> 8 & 255u) << shift;
+  }
 }
 
 // The same weight by weight, for any scales and with exceptions; `nibbles` and the record in global memory, `at` counts nibbles.

@@ -50,7 +50,8 @@ def wild(experts: ExactExperts, share: float, seed: int) -> ExactExperts:
 
 
 def with_exceptions(experts: ExactExperts, share: float, seed: int) -> ExactExperts:
-    """With finite weights far from their codes as a share of all, and as many scales negative or zero."""
+    """With finite weights far from their codes as a share of all, as many scales negative or zero, and inputs that
+    nothing looks at: exact zeros, which no guess gives, four of them in some lanes of a unit."""
     generator = torch.Generator().manual_seed(seed)
 
     def moved(weights: Tensor) -> Tensor:
@@ -64,9 +65,11 @@ def with_exceptions(experts: ExactExperts, share: float, seed: int) -> ExactExpe
         chosen = torch.rand(linear.scales.shape, generator=generator) < share
         return Codes(linear.codes, torch.where(chosen, factor * linear.scales, linear.scales).half())
 
+    gate_up = moved(experts.gate_up)
+    gate_up[:, :, :2] = 0
     return ExactExperts(
         experts.layout,
-        moved(experts.gate_up),
+        gate_up,
         moved(experts.down),
         turned(experts.gate_up_codes),
         turned(experts.down_codes),
