@@ -135,6 +135,10 @@ class ResidentBank:
             self._layers.append((made[key], slots, torch.arange(len(slots), dtype=torch.int32, device=device)))
             self.num_bytes += slots.numel()
 
+    def unload(self) -> None:
+        """Give the memory back; nothing can be computed after it."""
+        self._layers.clear()
+
     def run(self, place: int, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, out: Tensor) -> None:
         """Queue a layer: bfloat16 x and out [M, H], int32 top_k_index [M, k], float32 top_k_weights [M, k]."""
         kernels, slots, slot_of = self._layers[place]

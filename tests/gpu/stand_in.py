@@ -10,7 +10,7 @@ from torch import Tensor
 
 from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
-from runtime.gpu.accelerator import Forward, Mark, Run, plain
+from runtime.gpu.accelerator import DeviceMemory, Forward, Mark, Run, plain
 from runtime.gpu.engine import GpuEngine, Toolkit, load_pack
 from runtime.gpu.plan import plan_gpu
 from runtime.kernels.layout import SlotLayout
@@ -71,8 +71,11 @@ class Processor:
     def forget_peak(self) -> None:
         """Nothing is measured."""
 
-    def peak_bytes(self) -> int:
-        return 0
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory()
+
+    def let_go(self) -> None:
+        """Nothing is recorded."""
 
     def start_copy(self, to: Tensor, source: Tensor, urgent: bool) -> Landing:
         return LateCopy(to, source)
