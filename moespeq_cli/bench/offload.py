@@ -128,7 +128,10 @@ class Sweep:
         self.draft_bytes = parts.bank.num_bytes
 
     def plan(self, settings: RunSettings) -> MemoryPlan:
-        """The plan of a run of this model."""
+        """The plan of a run of this model; what of it is on the device already counts as free."""
+        free = None
+        if self._device_bytes is None:
+            free = torch.cuda.mem_get_info()[0] + self._here(settings)
         return make_gpu_plan(
             self._parts.model.spec,
             self._parts.model.config.to_dict(),
@@ -136,7 +139,7 @@ class Sweep:
             dense_bytes=self._parts.model.dense_bytes,
             draft_bytes=self.draft_bytes if settings.speculate else 0,
             slot_bytes=self._parts.store.max_record_bytes,
-            device_bytes=self._device_bytes,
+            device_bytes=free if self._device_bytes is None else self._device_bytes,
         )
 
     def of_prompt(self, prompt: list[int]) -> Sweep:
@@ -181,12 +184,14 @@ class Sweep:
         return dataclasses.replace(middle, figures=middle.figures | {"mode": mode.name, "memory": memory} | spread)
 
     def _once(self, settings: RunSettings, graphs: bool) -> Outcome:
-        plan, toolkit = self.plan(settings), self._toolkits[graphs]
+        toolkit = self._toolkits[graphs]
+        toolkit.accelerator.forget_peak()
+        before, plan = toolkit.accelerator.memory(), self.plan(settings)
+        here = self._here(settings)
         parts = dataclasses.replace(
             self._parts, tier=self._arena.borrowed(), bank=self._parts.bank if settings.speculate else None
         )
         rows: list[list[ExpertKey]] = []
-        toolkit.accelerator.forget_peak()
         with GpuEngine(parts, settings, plan, toolkit, keep_trace=True) as engine:
             inner = engine.rows
 
@@ -201,11 +206,22 @@ class Sweep:
             report, trace = engine.report(), engine.trace()
             everything = plan.num_slots >= engine.spec.num_records  # then all of it was read before the first text
             fewest = 0 if everything else check_reads(trace, plan.num_slots, engine.cache.stats)
-            peak = toolkit.accelerator.peak_bytes() - (0 if settings.speculate else self.draft_bytes)
-        return Outcome(_figures(report, fewest * plan.slot_bytes, peak, plan), tokens, rows, trace)
+            after = toolkit.accelerator.memory()
+        figures = _figures(report, fewest * plan.slot_bytes, plan) | {
+            "peak_bytes": here + after.most_tensors - before.tensors,
+            "taken_bytes": here + after.most_taken - before.taken,
+            "left_over_bytes": before.tensors - self._here(None),
+        }
+        return Outcome(figures, tokens, rows, trace)
+
+    def _here(self, settings: RunSettings | None) -> int:
+        """Bytes of a plan that are on the device before its run begins; without settings all that is there."""
+        model = self._parts.model
+        draft = self.draft_bytes if settings is None or settings.speculate else 0
+        return model.dense_bytes + model.kv.allocated_bytes + draft
 
 
-def _figures(report: dict[str, Any], own_bound_bytes: int, peak_bytes: int, plan: MemoryPlan) -> dict[str, Any]:
+def _figures(report: dict[str, Any], own_bound_bytes: int, plan: MemoryPlan) -> dict[str, Any]:
     cache, seconds, tokens = report["expert_cache"], report["seconds"], report["new_tokens"]
     decode_s = seconds["total"] - seconds["prefill"]
     return {
@@ -230,7 +246,6 @@ def _figures(report: dict[str, Any], own_bound_bytes: int, peak_bytes: int, plan
         "new_tokens": tokens,
         "num_slots": plan.num_slots,
         "planned_bytes": plan.total_bytes,
-        "peak_bytes": peak_bytes,
         "expert_cache": cache,
     }
 
