@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moespeq_cli.bench.bound import check_reads
 from moespeq_cli.bench.tables import markdown, number, percent
@@ -20,12 +21,14 @@ from runtime.decode.sampling import SamplingSettings
 from runtime.engine import Request
 from runtime.errors import InputError
 from runtime.gpu.engine import GpuEngine, Parts, Toolkit
-from runtime.gpu.host_tier import Arena
+from runtime.gpu.host_tier import Arena, HostCache
+from runtime.gpu.model import DeviceModel
 from runtime.gpu.plan import make_gpu_plan
 from runtime.memory.clairvoyant import Trace, belady
 from runtime.memory.location import ExpertKey
 from runtime.memory.plan import MemoryPlan
 from runtime.memory.sizes import parse_size
+from runtime.memory.store import RecordStore
 from runtime.model.families import MoeSpec
 
 PLAIN: dict[str, Any] = {"speculate": False, "prefetch": "none", "eviction": "lru"}
@@ -104,6 +107,7 @@ class Sweep:
         repeats: runs of each mode; times are medians.
         toolkit: makes what computes, with recorded passes or without.
         device_bytes: memory to plan with; None asks the GPU.
+        disk: all exact experts, where host memory has a part of them, as the settings' `host_cache_size` says.
     """
 
     def __init__(
@@ -115,12 +119,13 @@ class Sweep:
         repeats: int,
         toolkit: Callable[[bool], Toolkit] | None = None,
         device_bytes: int | None = None,
+        disk: RecordStore | None = None,
     ) -> None:
         self._parts, self._base, self._prompts = parts, base, prompts
         self._max_new_tokens, self._repeats = max_new_tokens, repeats
         self._toolkit = toolkit or (lambda graphs: Toolkit.cuda(base, graphs))
         self._toolkits = {graphs: self._toolkit(graphs) for graphs in (True, False)}
-        self._device_bytes = device_bytes
+        self._device_bytes, self._disk = device_bytes, disk
         spec = parts.model.spec
         assert parts.bank is not None and isinstance(parts.tier, Arena)
         self._arena = parts.tier
@@ -131,6 +136,7 @@ class Sweep:
         """The plan of a run of this model; what of it is on the device already counts as free."""
         free = None
         if self._device_bytes is None:
+            self._toolkits[True].accelerator.forget_peak()  # what torch keeps for later is free too
             free = torch.cuda.mem_get_info()[0] + self._here(settings)
         return make_gpu_plan(
             self._parts.model.spec,
@@ -142,14 +148,30 @@ class Sweep:
             device_bytes=free if self._device_bytes is None else self._device_bytes,
         )
 
-    def of_prompt(self, prompt: list[int]) -> Sweep:
-        """The same for the first token of one prompt."""
-        return Sweep(self._parts, self._base, [prompt], 1, 1, self._toolkit, self._device_bytes)
+    def of_prompt(self, prompt: list[int], max_new_tokens: int = 1) -> Sweep:
+        """The same for the first tokens of one prompt, in single runs."""
+        return Sweep(self._parts, self._base, [prompt], max_new_tokens, 1, self._toolkit, self._device_bytes)
+
+    def on_disk(self, store: RecordStore, host_cache_size: str) -> Sweep:
+        """The same with so much of the exact experts in host memory, and the rest read from the disk."""
+        base = dataclasses.replace(self._base, host_cache_size=host_cache_size)
+        runs = self._prompts, self._max_new_tokens, self._repeats
+        return Sweep(self._parts, base, *runs, self._toolkit, self._device_bytes, store)
+
+    @property
+    def model(self) -> DeviceModel:
+        """The dense part."""
+        return self._parts.model
 
     @property
     def spec(self) -> MoeSpec:
         """What the model is."""
-        return self._parts.model.spec
+        return self.model.spec
+
+    @property
+    def arena(self) -> Arena:
+        """The exact experts."""
+        return self._arena
 
     @property
     def ids(self) -> tuple[int, int]:
@@ -173,24 +195,38 @@ class Sweep:
             )
         return dataclasses.replace(self._base, expert_cache_size=str(cache), **mode.changes)
 
-    def run(self, mode: Mode, memory: str) -> Outcome:
-        """Decode all prompts, `repeats` times with a cache that starts empty."""
+    def run(self, mode: Mode, memory: str, beside: Callable[[], list[Tensor]] = list) -> Outcome:
+        """Decode all prompts, `repeats` times with a cache that starts empty.
+
+        Args:
+            mode: how.
+            memory: for draft and slots.
+            beside: makes what takes memory of the device during a run, and counts as the run's.
+
+        Raises:
+            InputError, PlanError: it does not fit.
+        """
         settings, runs = self.settings(mode, memory), []
         for _ in range(self._repeats):
-            runs.append(self._once(settings, mode.graphs))
+            runs.append(self._once(settings, mode.graphs, beside))
         middle = sorted(runs, key=lambda run: run.figures["ms_per_token"])[len(runs) // 2]
         times = [run.figures["ms_per_token"] for run in runs]
         spread = {"ms_per_token": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
-        return dataclasses.replace(middle, figures=middle.figures | {"mode": mode.name, "memory": memory} | spread)
+        way = {"mode": mode.name, "memory": memory, "changes": mode.changes}
+        return dataclasses.replace(middle, figures=middle.figures | way | spread)
 
-    def _once(self, settings: RunSettings, graphs: bool) -> Outcome:
-        toolkit = self._toolkits[graphs]
+    def _once(self, settings: RunSettings, graphs: bool, beside: Callable[[], list[Tensor]]) -> Outcome:
+        plan, toolkit = self.plan(settings), self._toolkits[graphs]
         toolkit.accelerator.forget_peak()
-        before, plan = toolkit.accelerator.memory(), self.plan(settings)
-        here = self._here(settings)
+        before = toolkit.accelerator.memory()
+        left_over_bytes = before.tensors - self._here(None)
+        here, _kept = self._here(settings), beside()
         parts = dataclasses.replace(
             self._parts, tier=self._arena.borrowed(), bank=self._parts.bank if settings.speculate else None
         )
+        if self._disk is not None:
+            readers = max(4, settings.max_parallel_transfers)
+            parts = dataclasses.replace(parts, store=self._disk, tier=HostCache(self._disk, plan.host_slots, readers))
         rows: list[list[ExpertKey]] = []
         with GpuEngine(parts, settings, plan, toolkit, keep_trace=True) as engine:
             inner = engine.rows
@@ -210,7 +246,7 @@ class Sweep:
         figures = _figures(report, fewest * plan.slot_bytes, plan) | {
             "peak_bytes": here + after.most_tensors - before.tensors,
             "taken_bytes": here + after.most_taken - before.taken,
-            "left_over_bytes": before.tensors - self._here(None),
+            "left_over_bytes": left_over_bytes,
         }
         return Outcome(figures, tokens, rows, trace)
 
@@ -223,7 +259,7 @@ class Sweep:
 
 def _figures(report: dict[str, Any], own_bound_bytes: int, plan: MemoryPlan) -> dict[str, Any]:
     cache, seconds, tokens = report["expert_cache"], report["seconds"], report["new_tokens"]
-    decode_s = seconds["total"] - seconds["prefill"]
+    decode_s, host = seconds["total"] - seconds["prefill"], report["host_cache"]
     return {
         "ms_per_token": report["ms_per_token"],
         "bytes_per_token": report["bytes_per_token"],
@@ -246,36 +282,61 @@ def _figures(report: dict[str, Any], own_bound_bytes: int, plan: MemoryPlan) -> 
         "new_tokens": tokens,
         "num_slots": plan.num_slots,
         "planned_bytes": plan.total_bytes,
+        "host_slots": plan.host_slots,
+        "disk_bytes_per_token": 0 if host is None else host["read_bytes"] / tokens,
+        "host_cache": host,
         "expert_cache": cache,
     }
 
 
-def compare(
-    sweep: Sweep, memories: Sequence[str], ways: Sequence[Mode], done: Callable[[dict[str, Any]], None]
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Every way at every amount of memory, and what the routing is like; `done` is told each row as it is measured.
+class Comparison:
+    """Ways measured one after another, each of which must give the text of the first."""
 
-    Raises:
-        InputError: an amount of memory that is less than the draft and one slot; nothing is measured then.
-        RuntimeError: a way gave other tokens than the first one; nothing is reported then.
-    """
-    for memory in memories:
-        for mode in ways:
-            sweep.settings(mode, memory)
-    rows: list[dict[str, Any]] = []
-    reference: Outcome | None = None
-    for memory in memories:
-        for mode in ways:
-            found = sweep.run(mode, memory)
-            reference = reference or found
-            if found.tokens != reference.tokens:
-                raise RuntimeError(f"{mode.name} at {memory} changed the text: nothing is reported")
-            fewest = belady(reference.trace, found.figures["num_slots"])
-            bound = fewest * sweep.expert_bytes / (sweep.spec.num_records * found.figures["new_tokens"])
-            rows.append(found.figures | {"clairvoyant_bytes_per_token": bound})
-            done(rows[-1])
-    assert reference is not None
-    return rows, routing(reference.rows, len(sweep.spec.moe_layers), sweep.spec.num_experts)
+    def __init__(self) -> None:
+        self._reference: Outcome | None = None
+        self._spec: MoeSpec | None = None
+        self._fewest: dict[int, int] = {}  # reads of a clairvoyant cache of so many slots
+        self._ways = 0
+
+    def run(
+        self, sweep: Sweep, memories: Sequence[str], ways: Sequence[Mode], done: Callable[[dict[str, Any]], None]
+    ) -> list[dict[str, Any]]:
+        """Every way at every amount of memory; `done` is told each row as it is measured.
+
+        Raises:
+            InputError: an amount of memory that is less than the draft and one slot; nothing is measured then.
+            RuntimeError: a way gave other tokens than the first one; nothing is reported then.
+        """
+        for memory in memories:
+            for mode in ways:
+                sweep.settings(mode, memory)
+        rows = []
+        for memory in memories:
+            for mode in ways:
+                rows.append(self._measure(sweep, mode, memory))
+                done(rows[-1])
+        return rows
+
+    def _measure(self, sweep: Sweep, mode: Mode, memory: str) -> dict[str, Any]:
+        found = sweep.run(mode, memory)
+        if self._reference is None:
+            self._reference, self._spec = found, sweep.spec
+        if found.tokens != self._reference.tokens:
+            raise RuntimeError(f"{mode.name} at {memory} changed the text: nothing is reported")
+        self._ways += 1
+        num_slots = found.figures["num_slots"]
+        if num_slots not in self._fewest:
+            self._fewest[num_slots] = belady(self._reference.trace, num_slots)
+        read_bytes = self._fewest[num_slots] * sweep.expert_bytes / sweep.spec.num_records
+        return found.figures | {"clairvoyant_bytes_per_token": read_bytes / found.figures["new_tokens"]}
+
+    def as_json(self) -> dict[str, Any]:
+        """How much text was compared, and what its routing is like; nothing before the first way."""
+        if self._reference is None or self._spec is None:
+            return {"ways": 0, "prompts": 0, "tokens": 0, "routing": {}}
+        tokens = self._reference.tokens
+        rows = routing(self._reference.rows, len(self._spec.moe_layers), self._spec.num_experts)
+        return {"ways": self._ways, "prompts": len(tokens), "tokens": sum(map(len, tokens)), "routing": rows}
 
 
 def routing(rows: Sequence[Sequence[ExpertKey]], num_layers: int, num_experts: int) -> dict[str, float]:
@@ -298,7 +359,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """The comparison as Markdown."""
     head = (
         "memory", "mode", "ms a token (spread)", "GB a token", "clairvoyant, row by row", "hits", "accepted a round",
-        "draft / verify / waiting, ms a token", "link busy", "link, GB/s", "peak / plan, GB",
+        "draft / verify / waiting, ms a token", "link busy", "link, GB/s", "tensors / in all / plan, GB",
     )  # fmt: skip
     lines = [
         (
@@ -312,7 +373,29 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             " / ".join(number(row[f"{part}_ms_per_token"]) for part in ("draft", "verify", "wait")),
             percent(row["link_utilisation"]),
             number(row["link_gb_per_s"], 1),
-            f"{row['peak_bytes'] / 1e9:.1f} / {row['planned_bytes'] / 1e9:.1f}",
+            " / ".join(number(row[f"{kind}_bytes"] / 1e9, 1) for kind in ("peak", "taken", "planned")),
+        )
+        for row in rows
+    ]
+    return markdown(head, lines)
+
+
+def disk_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Runs that read from a disk beside those that need not, as Markdown."""
+    head = (
+        "mode", "experts in host memory", "ms a token (spread)", "GB a token to the GPU", "GB a token from disk",
+        "hits in slots", "hits in host memory", "first tokens, s",
+    )  # fmt: skip
+    lines = [
+        (
+            row["mode"],
+            str(row["host_slots"]),
+            f"{number(row['ms_per_token'])} ({number(row['ms_min'])}-{number(row['ms_max'])})",
+            number(row["total_bytes_per_token"] / 1e9, 3),
+            number(row["disk_bytes_per_token"] / 1e9, 3),
+            percent(row["hit_rate"]),
+            "all" if row["host_cache"] is None else percent(row["host_cache"]["hit_rate"]),
+            number(row["prefill_s"]),
         )
         for row in rows
     ]

@@ -65,7 +65,11 @@ def test_every_way_gives_one_text_and_its_figures(parts: Parts) -> None:
     memory = f"{100 * share + 40:.0f}%"
     told: list[dict[str, Any]] = []
     ways = [*offload.modes(), *offload.ABLATIONS]
-    rows, routing = offload.compare(sweep, [memory], ways, told.append)
+    comparison = offload.Comparison()
+    rows = comparison.run(sweep, [memory], ways, told.append)
+    compared = comparison.as_json()
+    routing = compared["routing"]
+    assert (compared["ways"], compared["prompts"], compared["tokens"]) == (len(ways), 2, 12)
     assert rows == told and [row["mode"] for row in rows] == [way.name for way in ways]
     by_name = {row["mode"].split(":")[0]: row for row in rows}
     slots = {name: row["num_slots"] for name, row in by_name.items()}
@@ -86,7 +90,7 @@ def test_memory_below_the_draft_is_refused(parts: Parts) -> None:
 def test_too_little_memory_is_refused_before_anything_is_measured(parts: Parts) -> None:
     told: list[dict[str, Any]] = []
     with pytest.raises(InputError, match="what the draft takes"):
-        offload.compare(sweep_of(parts), ["100%", "5%"], offload.modes(), told.append)
+        offload.Comparison().run(sweep_of(parts), ["100%", "5%"], offload.modes(), told.append)
     assert not told
 
 
@@ -116,8 +120,10 @@ def test_a_way_that_changes_the_text_reports_nothing(parts: Parts, monkeypatch: 
     ways = offload.modes()[:2]
     first = run(ways[0], "100%")
     monkeypatch.setattr(sweep, "run", lambda mode, memory: first if mode is ways[0] else lying(mode, memory))
+    told: list[dict[str, Any]] = []
     with pytest.raises(RuntimeError, match="changed the text"):
-        offload.compare(sweep, ["100%"], ways, lambda row: None)
+        offload.Comparison().run(sweep, ["100%"], ways, told.append)
+    assert len(told) == 1
 
 
 def test_routing_figures_of_known_rows() -> None:

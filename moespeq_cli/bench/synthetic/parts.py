@@ -17,6 +17,7 @@ from runtime.gpu.engine import Parts, Toolkit, make_bank
 from runtime.gpu.geometry import expert_shape
 from runtime.gpu.host_tier import Arena, PinnedPool
 from runtime.gpu.model import DeviceModel
+from runtime.gpu.shortage import shortage
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.reference import quantize
 from runtime.kernels.shape import Activation, WeightForm
@@ -71,7 +72,7 @@ def build_parts(
         advance: called after each layer's experts.
 
     Raises:
-        PlanError: the host has not the memory for the exact experts.
+        PlanError: the host has not the memory for the exact experts, or the device for the others.
     """
     device = toolkit.accelerator.device
     maker = TensorMaker(Architecture.of(config), seed, device)
@@ -86,7 +87,8 @@ def build_parts(
     dense = [name for name in tensors if name not in routed]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
-        model = DeviceModel(Path(folder), spec, lambda name: maker.make(tensors[name]), dense, device, context)
+        with shortage("device memory for the dense weights", "build fewer layers (--layers)"):
+            model = DeviceModel(Path(folder), spec, lambda name: maker.make(tensors[name]), dense, device, context)
     exact = SlotLayout(shape, WeightForm("bf16"))
     pool = PinnedPool(spec.num_records, exact.slot_bytes)
     slots = {key: slot for slot, key in enumerate(spec.expert_keys())}
