@@ -135,8 +135,8 @@ class Sweep:
     def plan(self, settings: RunSettings) -> MemoryPlan:
         """The plan of a run of this model; what of it is on the device already counts as free."""
         free = None
+        self._toolkits[True].accelerator.forget_peak()  # what torch keeps for later is free too
         if self._device_bytes is None:
-            self._toolkits[True].accelerator.forget_peak()  # what torch keeps for later is free too
             free = torch.cuda.mem_get_info()[0] + self._here(settings)
         return make_gpu_plan(
             self._parts.model.spec,
@@ -216,8 +216,7 @@ class Sweep:
         return dataclasses.replace(middle, figures=middle.figures | way | spread)
 
     def _once(self, settings: RunSettings, graphs: bool, beside: Callable[[], list[Tensor]]) -> Outcome:
-        plan, toolkit = self.plan(settings), self._toolkits[graphs]
-        toolkit.accelerator.forget_peak()
+        plan, toolkit = self.plan(settings), self._toolkits[graphs]  # the peak is forgotten from here on
         before = toolkit.accelerator.memory()
         left_over_bytes = before.tensors - self._here(None)
         here, _kept = self._here(settings), beside()
