@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moespeq_cli.bench.bound import check_reads
+from moespeq_cli.bench.offload_kernels import PRODUCTS, TOKEN_ORDER, with_kernels
 from moespeq_cli.bench.tables import markdown, number, percent
 from runtime.config import RunSettings
 from runtime.decode.sampling import SamplingSettings
@@ -44,12 +45,16 @@ class Mode:
         changes: of the settings.
         all_memory: whether the cache has all the memory for experts, or what the draft leaves.
         graphs: whether passes are recorded.
+        kernels: what computes the exact experts, of `offload_kernels`; None is the usual.
+        same_text: whether it must give the others' text; with other roundings it need not.
     """
 
     name: str
     changes: dict[str, Any]
     all_memory: bool = False
     graphs: bool = True
+    kernels: str | None = None
+    same_text: bool = True
 
 
 def modes() -> list[Mode]:
@@ -76,7 +81,10 @@ ABLATIONS = (
     Mode("lookahead, LFU", {"eviction": "lfu"}),
     Mode("lookahead, priority", {"eviction": "priority"}),
     Mode("lookahead, no graphs", {}, graphs=False),
+    Mode("lookahead, verified in token order", {}, kernels=TOKEN_ORDER),
 )
+UNFUSED = Mode("lookahead, no fused kernel", {}, kernels=PRODUCTS, same_text=False)
+"""Of the exact experts; on GPUs for which `can_multiply` holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,15 +216,18 @@ class Sweep:
         """
         settings, runs = self.settings(mode, memory), []
         for _ in range(self._repeats):
-            runs.append(self._once(settings, mode.graphs, beside))
+            runs.append(self._once(settings, mode, beside))
         middle = sorted(runs, key=lambda run: run.figures["ms_per_token"])[len(runs) // 2]
         times = [run.figures["ms_per_token"] for run in runs]
         spread = {"ms_per_token": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
         way = {"mode": mode.name, "memory": memory, "changes": mode.changes}
         return dataclasses.replace(middle, figures=middle.figures | way | spread)
 
-    def _once(self, settings: RunSettings, graphs: bool, beside: Callable[[], list[Tensor]]) -> Outcome:
-        plan, toolkit = self.plan(settings), self._toolkits[graphs]  # the peak is forgotten from here on
+    def _once(self, settings: RunSettings, mode: Mode, beside: Callable[[], list[Tensor]]) -> Outcome:
+        plan, toolkit = (
+            self.plan(settings),
+            with_kernels(self._toolkits[mode.graphs], mode.kernels),
+        )  # the peak is forgotten from here on
         before = toolkit.accelerator.memory()
         left_over_bytes = before.tensors - self._here(None)
         here, _kept = self._here(settings), beside()
@@ -320,14 +331,16 @@ class Comparison:
         found = sweep.run(mode, memory)
         if self._reference is None:
             self._reference, self._spec = found, sweep.spec
-        if found.tokens != self._reference.tokens:
+        same = found.tokens == self._reference.tokens
+        if mode.same_text and not same:
             raise RuntimeError(f"{mode.name} at {memory} changed the text: nothing is reported")
-        self._ways += 1
+        self._ways += same
         num_slots = found.figures["num_slots"]
         if num_slots not in self._fewest:
             self._fewest[num_slots] = belady(self._reference.trace, num_slots)
         read_bytes = self._fewest[num_slots] * sweep.expert_bytes / sweep.spec.num_records
-        return found.figures | {"clairvoyant_bytes_per_token": read_bytes / found.figures["new_tokens"]}
+        bound = {"clairvoyant_bytes_per_token": read_bytes / found.figures["new_tokens"]}
+        return found.figures | bound | {"same_text": same}
 
     def as_json(self) -> dict[str, Any]:
         """How much text was compared, and what its routing is like; nothing before the first way."""

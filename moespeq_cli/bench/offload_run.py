@@ -170,7 +170,7 @@ class _Measuring:
         asked, sweep = self._asked, self._sweep
         ways, memory = offload.modes(), asked.part_memory
         parts: dict[str, list[Mode]] = {
-            "ablations": [ways[-1], *offload.ABLATIONS] if asked.ablations else [],
+            "ablations": [ways[-1], *offload.ABLATIONS, *self._unfused()] if asked.ablations else [],
             "windows": [_window(w, v) for w in asked.windows for v in asked.verifies],
             "grid": [_priority(*weights) for weights in asked.weights],
         }
@@ -193,6 +193,14 @@ class _Measuring:
                 self._comparison.run(sweep, [memory], ways[-1:], self._keep("disk"))
                 with self._disk() as halved:
                     self._comparison.run(halved, [memory], on_disk, self._keep("disk"))
+
+    def _unfused(self) -> list[Mode]:
+        """The way without the fused kernel, where the GPU has another for few tokens."""
+        from moespeq_cli.bench.offload import UNFUSED
+        from moespeq_cli.bench.offload_kernels import can_multiply
+
+        facts = self._result["environment_gpu"]
+        return [UNFUSED] if facts is not None and can_multiply(facts["compute_capability"]) else []
 
     def _announce(self, total: int) -> None:
         asked, sweep = self._asked, self._sweep

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moespeq_cli.bench import offload
+from moespeq_cli.bench.offload_kernels import TOKEN_ORDER
 from moespeq_cli.bench.synthetic.models import make_config
 from moespeq_cli.bench.synthetic.parts import build_parts
 from runtime.config import RunSettings
@@ -17,7 +18,7 @@ from runtime.gpu.engine import Parts
 from runtime.gpu.host_tier import Arena
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.reference import dequantize
-from tests.gpu.stand_in import toolkit
+from tests.gpu.stand_in import TorchKernels, toolkit
 
 SMALL: dict[str, Any] = {
     "vocab_size": 4200, "hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128,
@@ -76,10 +77,31 @@ def test_every_way_gives_one_text_and_its_figures(parts: Parts) -> None:
     assert slots["SM"] > slots["SC"] == slots["lookahead"]
     assert by_name["SM"]["planned_bytes"] - by_name["lookahead"]["planned_bytes"] < sweep.expert_bytes / 16
     for row in rows:
-        assert row["new_tokens"] == 12
+        assert row["new_tokens"] == 12 and row["same_text"]
         assert row["expert_cache"]["read_bytes"] >= row["own_bound_bytes_per_token"] * 12 > 0
     assert routing["rows"] == 12 and 0 < routing["entropy"] <= 1 and 0 <= routing["neighbours"] <= 1
     assert offload.table(rows).count("\n") == len(rows) + 1
+
+
+def test_token_order_computes_the_rows_of_a_pass_alone_and_those_of_a_prompt_together(parts: Parts) -> None:
+    made: list[TorchKernels] = []
+    prompts = offload.make_prompts(1, 12, 3, 4096)
+    sweep = offload.Sweep(parts, SETTINGS, prompts, 3, 1, lambda graphs: toolkit(made), 10**10)
+    sweep.run(offload.Mode("token order", {}, kernels=TOKEN_ORDER), "100%")
+    assert {rows for rows, _ in made[-1].calls} == {1, 11}
+
+
+def test_another_text_is_said_of_a_way_that_may_give_one(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep, run = sweep_of(parts), offload.Sweep.run
+
+    def other(self: offload.Sweep, mode: offload.Mode, memory: str) -> offload.Outcome:
+        found = run(self, mode, memory)
+        return found if mode.same_text else dataclasses.replace(found, tokens=[[7]])
+
+    monkeypatch.setattr(offload.Sweep, "run", other)
+    comparison, look = offload.Comparison(), offload.modes()[-1]
+    rows = comparison.run(sweep, ["100%"], [look, dataclasses.replace(look, same_text=False)], lambda row: None)
+    assert [row["same_text"] for row in rows] == [True, False] and comparison.as_json()["ways"] == 1
 
 
 def test_memory_below_the_draft_is_refused(parts: Parts) -> None:
