@@ -78,6 +78,7 @@ __device__ __forceinline__ u32 atomic_add(u32* p, u32 n) {
 __device__ __forceinline__ u32 atomic_add_later(u32* p, u32 n, int zero) { return atomic_add(p + zero, n); }
 
 // ---- arithmetic ----
+#define MINUS_INFINITY __int_as_float(0xff800000)
 // c += a (16 x 16, row) * b (16 x 8, column), BF16 in, FP32 sums
 __device__ __forceinline__ void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

@@ -11,6 +11,7 @@ from runtime.decode.sampling import Chooser, Proposal
 from runtime.gpu.accelerator import Accelerator, Bring, Mark, Run
 from runtime.gpu.bank import ResidentBank
 from runtime.gpu.model import DeviceModel
+from runtime.kernels.rows import Routing
 from runtime.memory.location import ExpertKey
 
 Route = list[ExpertKey]
@@ -38,6 +39,7 @@ class DeviceDraft:
         self._state_seen = accelerator.seen(self._state_host)
         self._state = torch.zeros(3, dtype=torch.int64, device=device)  # token, position, step
         self._chosen = torch.zeros(places, 1, spec.top_k, dtype=torch.int32, device=device)
+        self._weights = torch.zeros(places, 1, spec.top_k, dtype=torch.float32, device=device)
         self._tokens = torch.zeros(most_steps, dtype=torch.int64, device=device)
         self._routes = torch.zeros(most_steps, places, spec.top_k, dtype=torch.int32, device=device)
         self._tokens_host = accelerator.host((most_steps,), torch.int64)
@@ -70,10 +72,18 @@ class DeviceDraft:
 
     def compute(self, place: int, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See `LayerExperts`."""
+        self._chosen[place].copy_(top_k_index)
+        self._weights[place].copy_(top_k_weights)
+        return self.routed(place, hidden)
+
+    def routing(self, place: int, rows: int) -> Routing:
+        """See `RowExperts`."""
+        return Routing(self._chosen[place], self._weights[place])
+
+    def routed(self, place: int, hidden: Tensor) -> Tensor:
+        """See `RowExperts`."""
         out = torch.empty_like(hidden)
-        chosen = self._chosen[place]
-        chosen.copy_(top_k_index)
-        self._bank.run(place, hidden, chosen, top_k_weights.float(), out)
+        self._bank.run(place, hidden, self._chosen[place], self._weights[place], out)
         return out
 
     def _queue(self, token: int, position: int, count: int) -> list[Mark]:

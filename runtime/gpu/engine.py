@@ -28,6 +28,7 @@ from runtime.gpu.slots import DevicePool
 from runtime.gpu.target import ROWS, BlockTarget, Exact, RowsTarget
 from runtime.kernels.dispatch import Backend, ExpertKernels
 from runtime.kernels.layout import SlotLayout
+from runtime.kernels.rows import Routing, RowKernels, RowOps
 from runtime.kernels.shape import Activation, ExpertShape, WeightForm
 from runtime.memory.cache import ExpertCache
 from runtime.memory.eviction import make_policy
@@ -51,10 +52,12 @@ class Toolkit:
     Attributes:
         accelerator: the device.
         kernels: makes what computes layers of a layout, from a pool of so many slots, for up to so many tokens.
+        rows: computes the dense part of decoding passes.
     """
 
     accelerator: Accelerator
     kernels: Callable[[SlotLayout, int, int], Backend]
+    rows: RowOps
 
     @classmethod
     def cuda(cls, settings: RunSettings, graphs: bool = True) -> Toolkit:
@@ -63,7 +66,7 @@ class Toolkit:
         def kernels(layout: SlotLayout, num_slots: int, max_tokens: int) -> Backend:
             return ExpertKernels(layout, num_slots, max_tokens, settings.kernel_dispatch, settings.fused_kernel)
 
-        return cls(Cuda(graphs), kernels)
+        return cls(Cuda(graphs), kernels, RowKernels())
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +118,9 @@ def load_pack(
     device, activation = toolkit.accelerator.device, plan_activation(pack)
     shape = expert_shape(pack.spec, activation)
     capacity = plan.context_tokens
+    names = pack.dense_names()
     with shortage(f"{format_size(plan.dense_bytes)} of device memory for the dense weights", _FREE):
-        model = DeviceModel(pack.config_folder, pack.spec, pack.read_dense, pack.dense_names(), device, capacity)
+        model = DeviceModel(pack.config_folder, pack.spec, pack.read_dense, names, device, capacity, toolkit.rows)
     bank = None
     if settings.speculate and settings.prefetch_window > 0:
         bank = make_bank(pack_layers(pack, shape, device, settings.direct_io), toolkit)
@@ -261,7 +265,8 @@ class GpuEngine(BaseEngine):
     def _warm_up(self, kernels: Backend, shape: ExpertShape) -> None:
         """Run every kernel once with nothing to do and reserve the KV cache, so that recording only records."""
         accelerator, parts = self._toolkit.accelerator, self._parts
-        device, idle = accelerator.device, _Idle()
+        device = accelerator.device
+        idle = _Idle(shape.top_k, device)
         absent = torch.full((shape.num_experts,), -1, dtype=torch.int32, device=device)
         with accelerator.active():
             pairs = torch.zeros(ROWS, shape.top_k, shape.hidden_size, dtype=torch.float32, device=device)
@@ -345,8 +350,17 @@ class GpuEngine(BaseEngine):
 class _Idle:
     """Stands in for the experts while a model is tried out."""
 
+    def __init__(self, top_k: int, device: torch.device) -> None:
+        self._top_k, self._device = top_k, device
+
     def compute(self, place: int, hidden: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(hidden)
+
+    routed = compute
+
+    def routing(self, place: int, rows: int) -> Routing:
+        index = torch.zeros(rows, self._top_k, dtype=torch.int32, device=self._device)
+        return Routing(index, torch.zeros(rows, self._top_k, device=self._device))
 
 
 def _idle_call(tokens: int, shape: ExpertShape, device: torch.device) -> tuple[torch.Tensor, ...]:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from runtime.gpu import attention
+from runtime.gpu.rows_decoder import RowExperts, RowsDecoder
+from runtime.kernels.rows import RowOps
 from runtime.model import loader
 from runtime.model.experts import find_experts
 from runtime.model.families import MoeSpec
@@ -44,6 +46,7 @@ class DeviceModel:
         names: the disk names.
         device: where it computes.
         capacity: tokens of the KV cache, reserved at the first pass.
+        ops: compute decoding passes where they can; otherwise the library's modules do.
 
     Raises:
         InputError: transformers cannot build the model, or tensors are missing.
@@ -57,6 +60,7 @@ class DeviceModel:
         names: Iterable[str],
         device: torch.device,
         capacity: int,
+        ops: RowOps | None = None,
     ) -> None:
         attention.register()
         self.spec, self.device, self.capacity = spec, device, capacity
@@ -76,6 +80,9 @@ class DeviceModel:
             module = find_experts(layers[layer_id])
             assert module is not None, f"layer {layer_id} has no experts module"
             module.compute = self._computer(place)  # type: ignore[assignment]
+        self._decoder = None
+        if ops is not None and RowsDecoder.accepts(self.model, ops):
+            self._decoder = RowsDecoder(self.model, spec.moe_layers, self.kv, ops)
 
     @property
     def config(self) -> Any:
@@ -101,6 +108,7 @@ class DeviceModel:
 
     def unload(self) -> None:
         """Give the memory of weights and KV back; there are no passes after it."""
+        self._decoder = None
         loader.drop_module(self.model)
         self.kv = SharedKv(self.spec.num_layers, 0)
 
@@ -112,7 +120,7 @@ class DeviceModel:
         return min(length, self.capacity)
 
     @torch.no_grad()
-    def rows(self, ids: Tensor, positions: Tensor, length: int, experts: LayerExperts) -> Tensor:
+    def rows(self, ids: Tensor, positions: Tensor, length: int, experts: RowExperts) -> Tensor:
         """Queue a decoding pass.
 
         Args:
@@ -127,6 +135,8 @@ class DeviceModel:
         self._experts = experts
         self.kv.place_rows(positions, length)
         self.attention.rows(positions, length)
+        if self._decoder is not None:
+            return self._decoder.logits(ids, positions, length, experts)
         logits: Tensor = self._forward(self.model, ids[None], positions[None]).logits[0]
         return logits
 

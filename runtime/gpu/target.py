@@ -14,6 +14,7 @@ from runtime.gpu.accelerator import Accelerator, Bring, Mark, Run
 from runtime.gpu.model import DeviceModel
 from runtime.gpu.slots import DevicePool, SlotTable
 from runtime.kernels.dispatch import Backend
+from runtime.kernels.rows import Routing
 from runtime.memory.cache import ExpertCache
 from runtime.memory.location import ExpertKey
 from runtime.memory.stream import Hold
@@ -70,6 +71,7 @@ class RowsTarget:
         self._inputs_seen = accelerator.seen(self._inputs_host)
         self._inputs = torch.zeros(2, ROWS, dtype=torch.int64, device=device)
         self._chosen_host = accelerator.host((places, ROWS, spec.top_k), torch.int32)
+        self._chosen_seen = accelerator.seen(self._chosen_host)
         self._chosen = torch.zeros(places, ROWS, spec.top_k, dtype=torch.int32, device=device)
         self._weights = torch.zeros(places, ROWS, spec.top_k, dtype=torch.float32, device=device)
         self._pairs = torch.zeros(ROWS, spec.top_k, spec.hidden_size, dtype=torch.float32, device=device)
@@ -120,10 +122,18 @@ class RowsTarget:
 
     def compute(self, place: int, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See `LayerExperts`."""
-        out = torch.empty_like(hidden)
         self._chosen[place].copy_(top_k_index)
         self._weights[place].copy_(top_k_weights)
         self._chosen_host[place].copy_(self._chosen[place], non_blocking=True)
+        return self.routed(place, hidden)
+
+    def routing(self, place: int, rows: int) -> Routing:
+        """See `RowExperts`."""
+        return Routing(self._chosen[place], self._weights[place], self._chosen_seen[place])
+
+    def routed(self, place: int, hidden: Tensor) -> Tensor:
+        """See `RowExperts`."""
+        out = torch.empty_like(hidden)
         self._here.calls[place] = hidden, out
         self._boundary(place)
         if not self._whole:

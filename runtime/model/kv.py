@@ -105,6 +105,14 @@ class SharedKv(Cache):  # type: ignore[misc]
         """
         self._cursor.rows, self._cursor.length = positions, length
 
+    def heads(self, layer_id: int, key_heads: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, [key_heads, capacity, size] each, on the device and in the type of `like`."""
+        layer = self.layers[layer_id]
+        if not layer.is_initialized:
+            none = like.new_empty(1, key_heads, 0, size)
+            layer.lazy_initialization(none, none)
+        return layer.keys[0], layer.values[0]
+
     @property
     def allocated_bytes(self) -> int:
         """Memory of the buffers that exist."""

@@ -15,6 +15,7 @@ from runtime.gpu.engine import GpuEngine, Toolkit, load_pack
 from runtime.gpu.plan import plan_gpu
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.reference import activate_torch, dequantize
+from runtime.kernels.rows_reference import TorchRows
 from runtime.memory.transfer import Landing
 
 
@@ -150,7 +151,7 @@ def toolkit(made: list[TorchKernels] | None = None, needs_pinned: bool = False) 
             made.append(one)
         return one
 
-    return Toolkit(Processor(needs_pinned), kernels)
+    return Toolkit(Processor(needs_pinned), kernels, TorchRows())
 
 
 def open_gpu(

@@ -88,7 +88,9 @@ def build_parts(
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
         with shortage("device memory for the dense weights", "build fewer layers (--layers)"):
-            model = DeviceModel(Path(folder), spec, lambda name: maker.make(tensors[name]), dense, device, context)
+            model = DeviceModel(
+                Path(folder), spec, lambda name: maker.make(tensors[name]), dense, device, context, toolkit.rows
+            )
     exact = SlotLayout(shape, WeightForm("bf16"))
     pool = PinnedPool(spec.num_records, exact.slot_bytes)
     slots = {key: slot for slot, key in enumerate(spec.expert_keys())}
