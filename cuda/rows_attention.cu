@@ -3,7 +3,7 @@
 //              q, y bf16 [rows, heads, SIZE]; keys, values bf16 [key heads, capacity, SIZE]; positions int64 [rows] below
 //              capacity; query heads GROUPS * g to GROUPS * (g + 1) - 1 share key head g; window 0: all keys
 // Launch       block 256, grid (splits, key heads): block s takes the keys 128 s to 128 s + 127, so 128 * splits must be
-//              beyond all positions; programmatic
+//              beyond all positions; programmatic, after a kernel that has waited for whatever wrote `positions`
 // Memory       partial fp32 [key heads, splits, GROUPS, 8, SIZE + 2], tickets u32 [key heads], zero before the first
 //              launch and again after each
 // Needs        rows 1 to 8, SIZE a multiple of 32 up to 256, GROUPS 1 to 16, tensors at multiples of 16 bytes, sm_80
@@ -27,6 +27,7 @@
 #define SCORES_BYTES (GROUPS * ROWS * SCORE_STRIDE * 4)
 #define SHARES_BYTES (GROUPS * ROWS * SHARE_STRIDE * 2)
 #define PARTIAL (SIZE + 2)
+#define FACTORS KEYS  // splits whose factors fit where the scores were
 
 typedef __nv_bfloat16 bf16;
 
@@ -44,14 +45,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attend_rows(const bf16*
   bf16* const shares = reinterpret_cast<bf16*>(memory + VALUES_BYTES + SCORES_BYTES);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, split = blockIdx.x, head = blockIdx.y;
   const long long first = (long long)split * KEYS;
-  wait_for_previous_kernel();
-  let_next_kernel_start();
   if (threadIdx.x < ROWS) place[threadIdx.x] = threadIdx.x < rows ? positions[threadIdx.x] : -1;
   __syncthreads();
   long long last = 0;
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) last = place[r] > last ? place[r] : last;
   if (first > last) return;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   const bf16* const key_base = keys + (long long)head * capacity * SIZE;
   const bf16* const value_base = values + (long long)head * capacity * SIZE;
 
@@ -141,17 +142,33 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attend_rows(const bf16*
   __threadfence();
   if (!threadIdx.x) tickets[head] = 0;
   const float* const all = partial + (long long)head * gridDim.x * GROUPS * ROWS * PARTIAL;
+  const long long next = GROUPS * ROWS * PARTIAL;
+  float* const factors = scores;  // of a split's sums in those of the row
+  for (int line = threadIdx.x; line < GROUPS * ROWS; line += 32 * WARPS) {
+    float largest = MINUS_INFINITY;
+#pragma unroll 8
+    for (int s = 0; s < splits; ++s) largest = fmaxf(largest, __ldcg(all + s * next + line * PARTIAL + SIZE));
+    most[line] = largest;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < min(splits, FACTORS) * GROUPS * ROWS; i += 32 * WARPS) {
+    const int line = i % (GROUPS * ROWS);
+    factors[i] = exp2f(__ldcg(all + i / (GROUPS * ROWS) * next + line * PARTIAL + SIZE) - most[line]);
+  }
+  __syncthreads();
+  // The sum over the splits of factor * what they left at a place
+  auto joined = [&](int line, int at) {
+    const float* const from = all + line * PARTIAL;
+    float sum = 0;
+#pragma unroll 8
+    for (int s = 0; s < min(splits, FACTORS); ++s) sum = fmaf(factors[s * GROUPS * ROWS + line], __ldcg(from + s * next + at), sum);
+    for (int s = FACTORS; s < splits; ++s) sum = fmaf(exp2f(__ldcg(from + s * next + SIZE) - most[line]), __ldcg(from + s * next + at), sum);
+    return sum;
+  };
+  for (int line = threadIdx.x; line < GROUPS * ROWS; line += 32 * WARPS) total[line] = joined(line, SIZE + 1);
+  __syncthreads();
   for (int i = threadIdx.x; i < GROUPS * ROWS * SIZE; i += 32 * WARPS) {
     const int line = i / SIZE, d = i % SIZE, r = line % ROWS, g = line / ROWS;
-    if (r >= rows) continue;
-    float largest = MINUS_INFINITY, sum = 0, value = 0;
-    for (int s = 0; s < splits; ++s) largest = fmaxf(largest, __ldcg(all + (long long)(s * GROUPS * ROWS + line) * PARTIAL + SIZE));
-    for (int s = 0; s < splits; ++s) {
-      const float* from = all + (long long)(s * GROUPS * ROWS + line) * PARTIAL;
-      const float share = exp2f(__ldcg(from + SIZE) - largest);
-      sum = fmaf(share, __ldcg(from + SIZE + 1), sum);
-      value = fmaf(share, __ldcg(from + d), value);
-    }
-    y[((long long)r * heads + head * GROUPS + g) * SIZE + d] = __float2bfloat16_rn(value / sum);
+    if (r < rows) y[((long long)r * heads + head * GROUPS + g) * SIZE + d] = __float2bfloat16_rn(joined(line, d) / total[line]);
   }
 }

@@ -9,7 +9,7 @@
 // Launch       block 32 * WARPS, grid ceil(n / 16); programmatic: weights are read before the previous kernel has ended
 // Needs        rows 1 to 8, k a multiple of 32, w, x and x_stride at multiples of 16 bytes, sm_80
 // Moves        2 * n * k B (twice that for swiglu_rows)
-// Numerics     FP32 sums: a warp takes every WARPS-th 32 columns, the warps' sums are added in order; a row's sums do not
+// Numerics     FP32 sums: the warps take columns in turn, their sums are added in order; a row's sums do not
 //              depend on the other rows
 // Reference    tests/kernels/test_rows.py
 #include <cuda_bf16.h>
@@ -22,14 +22,20 @@
 #endif
 #define TILE 16   // weight rows of a block
 #define COLUMNS 8 // rows of x
-#define CHUNK 32  // columns that a warp takes at a time
+#define CHUNK 32  // columns of a step
 
 typedef __nv_bfloat16 bf16;
 
+__device__ __forceinline__ uint4 load_weights(const void* p) {  // read once
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
 // Sums of tiles of 16 weight rows with all rows of x, in sums[tile][16 * column + row] of the block's shared memory.
 // The 32 columns of a chunk are dealt to the MMA's places in another order, the same for both operands: a lane holds 8
-// neighbours, which are one load.
-template <int TILES, int DEPTH>
+// neighbours, which are one load. A warp has DEPTH steps under way, each TOGETHER of them side by side.
+template <int TILES, int DEPTH, int TOGETHER>
 __device__ __forceinline__ void tile_sums(float (*sums)[TILE * COLUMNS], const bf16* __restrict__ w, long long tile_stride, int n, int k, const bf16* x, int x_stride, int rows) {
   __shared__ float parts[WARPS][TILES][TILE * COLUMNS];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, first = blockIdx.x * TILE;
@@ -46,30 +52,30 @@ __device__ __forceinline__ void tile_sums(float (*sums)[TILE * COLUMNS], const b
   const uint4 zero = make_uint4(0, 0, 0, 0);
 #pragma unroll
   for (int d = 0; d < DEPTH; ++d) {
-    const int at = (warp + d * WARPS) * CHUNK;
+    const int at = ((d / TOGETHER * WARPS + warp) * TOGETHER + d % TOGETHER) * CHUNK;
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-      a[d][t] = at < k ? load_read_only(upper[t] + at) : zero;
-      b[d][t] = at < k ? load_read_only(lower[t] + at) : zero;
+      a[d][t] = at < k ? load_weights(upper[t] + at) : zero;
+      b[d][t] = at < k ? load_weights(lower[t] + at) : zero;
     }
   }
   wait_for_previous_kernel();
   let_next_kernel_start();
 #pragma unroll
   for (int d = 0; d < DEPTH; ++d) {
-    const int at = (warp + d * WARPS) * CHUNK;
+    const int at = ((d / TOGETHER * WARPS + warp) * TOGETHER + d % TOGETHER) * CHUNK;
     v[d] = at < k && row < rows ? *reinterpret_cast<const uint4*>(from + at) : zero;
   }
-  for (int base = warp; base < chunks; base += WARPS * DEPTH) {
+  for (int base = 0; base < chunks; base += WARPS * DEPTH) {
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
-      const int next = (base + (d + DEPTH) * WARPS) * CHUNK;
+      const int next = (base + ((d + DEPTH) / TOGETHER * WARPS + warp) * TOGETHER + d % TOGETHER) * CHUNK;
 #pragma unroll
       for (int t = 0; t < TILES; ++t) {
         mma(c[t], a[d][t].x, b[d][t].x, a[d][t].y, b[d][t].y, v[d].x, v[d].y);
         mma(c[t], a[d][t].z, b[d][t].z, a[d][t].w, b[d][t].w, v[d].z, v[d].w);
-        a[d][t] = next < k ? load_read_only(upper[t] + next) : zero;
-        b[d][t] = next < k ? load_read_only(lower[t] + next) : zero;
+        a[d][t] = next < k ? load_weights(upper[t] + next) : zero;
+        b[d][t] = next < k ? load_weights(lower[t] + next) : zero;
       }
       v[d] = next < k && row < rows ? *reinterpret_cast<const uint4*>(from + next) : zero;
     }
@@ -94,7 +100,7 @@ __device__ __forceinline__ float rounded(float value) { return __bfloat162float(
 template <typename Finish>
 __device__ __forceinline__ void each_product(const bf16* w, const bf16* bias, const bf16* x, int n, int k, int x_stride, int rows, Finish finish) {
   __shared__ float sums[1][TILE * COLUMNS];
-  tile_sums<1, 8>(sums, w, 0, n, k, x, x_stride, rows);
+  tile_sums<1, 4, 4>(sums, w, 0, n, k, x, x_stride, rows);
   for (int i = threadIdx.x; i < TILE * COLUMNS; i += 32 * WARPS) {
     const int at = blockIdx.x * TILE + i % TILE, r = i / TILE;
     if (at < n && r < rows) finish((long long)r * n + at, r, rounded(sums[0][i] + (bias ? __bfloat162float(bias[at]) : 0.0f)));
@@ -121,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) join_rows(const bf16* w
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) swiglu_rows(const bf16* w, const bf16* x, bf16* y, int n, int k, int x_stride, int rows) {
   __shared__ float sums[2][TILE * COLUMNS];
-  tile_sums<2, 4>(sums, w, (long long)n * k, n, k, x, x_stride, rows);
+  tile_sums<2, 2, 2>(sums, w, (long long)n * k, n, k, x, x_stride, rows);
   for (int i = threadIdx.x; i < TILE * COLUMNS; i += 32 * WARPS) {
     const int at = blockIdx.x * TILE + i % TILE, r = i / TILE;
     if (at >= n || r >= rows) continue;

@@ -13,7 +13,7 @@
 //              host's memory, or null, takes the index too
 // Launch       norm_rows: block 256, grid (groups, rows); rotate_rows: block 64, grid (query + 2 * key heads, rows);
 //              route_rows: block 32, grid rows; all programmatic
-// Needs        width a multiple of 8 up to 16384, rows at multiples of 16 bytes; rotated even; EXPERTS up to 1024, top_k up to 32 and EXPERTS; sm_80
+// Needs        width a multiple of 8 up to WIDTH, rows at multiples of 16 bytes; rotated even; EXPERTS up to 1024, top_k up to 32 and EXPERTS; sm_80
 // Moves        what it reads and writes, once: at 8 rows a few us of latency, no bandwidth
 // Numerics     FP32
 // Reference    tests/kernels/test_rows.py
@@ -22,7 +22,10 @@
 #include "common.cuh"
 
 #define NORM_THREADS 256
-#define MOST_VECTORS 8  // of 8 values a thread
+#ifndef WIDTH
+#define WIDTH 16384  // at most
+#endif
+#define VECTORS ((WIDTH + 8 * NORM_THREADS - 1) / (8 * NORM_THREADS))  // of 8 values a thread
 #ifndef EXPERTS
 #define EXPERTS 1024
 #endif
@@ -53,12 +56,18 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS) norm_rows(const bf16*
   const long long group = (long long)blockIdx.x * width;
   const bf16* from = x + (long long)blockIdx.y * x_stride + group;
   bf16* to = y + (long long)blockIdx.y * y_stride + group;
-  uint4 values[MOST_VECTORS];
+  uint4 values[VECTORS], factors[VECTORS], offsets[VECTORS];
+#pragma unroll
+  for (int n = 0; n < VECTORS; ++n) {
+    const int at = (n * NORM_THREADS + threadIdx.x) * 8;
+    if (at < width) factors[n] = load_read_only(weight + at);
+    if (at < width && bias) offsets[n] = load_read_only(bias + at);
+  }
   wait_for_previous_kernel();
   let_next_kernel_start();
   float sum = 0;
 #pragma unroll
-  for (int n = 0; n < MOST_VECTORS; ++n) {
+  for (int n = 0; n < VECTORS; ++n) {
     const int at = (n * NORM_THREADS + threadIdx.x) * 8;
     values[n] = at < width ? *reinterpret_cast<const uint4*>(from + at) : make_uint4(0, 0, 0, 0);
 #pragma unroll
@@ -71,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS) norm_rows(const bf16*
   if (bias) {
     mean = square, sum = 0;
 #pragma unroll
-    for (int n = 0; n < MOST_VECTORS; ++n)
+    for (int n = 0; n < VECTORS; ++n)
       if ((n * NORM_THREADS + threadIdx.x) * 8 < width)
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -82,10 +91,10 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS) norm_rows(const bf16*
   }
   const float scale = rsqrtf(square + eps);
 #pragma unroll
-  for (int n = 0; n < MOST_VECTORS; ++n) {
+  for (int n = 0; n < VECTORS; ++n) {
     const int at = (n * NORM_THREADS + threadIdx.x) * 8;
     if (at >= width) continue;
-    const uint4 w = load_read_only(weight + at), b = bias ? load_read_only(bias + at) : make_uint4(0, 0, 0, 0);
+    const uint4 w = factors[n], b = bias ? offsets[n] : make_uint4(0, 0, 0, 0);
     u32 out[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

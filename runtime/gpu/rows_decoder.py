@@ -109,10 +109,13 @@ class _Linears:
         self._ops = ops
 
     def __call__(self, h: Tensor, x: Tensor, here: _Here) -> Tensor:
-        return self._ops.add(self._down, None, self._ops.swiglu(self._gate_up, x), h)
+        return self._ops.add(self._down, None, self.inner(x), h)
 
-    def join(self, h: Tensor, x: Tensor, routed: Tensor, gate: Tensor | None) -> Tensor:
-        return self._ops.join(self._down, self._ops.swiglu(self._gate_up, x), h, routed, gate)
+    def inner(self, x: Tensor) -> Tensor:
+        return self._ops.swiglu(self._gate_up, x)
+
+    def join(self, h: Tensor, inner: Tensor, routed: Tensor, gate: Tensor | None) -> Tensor:
+        return self._ops.join(self._down, inner, h, routed, gate)
 
 
 class _Experts:
@@ -129,18 +132,26 @@ class _Experts:
         self._weight = None if router is None else _joined(parts, "weight")
 
     def __call__(self, h: Tensor, x: Tensor, here: _Here) -> Tensor:
-        gate = None
         if self._weight is None:
             _, weights, index = self._gate(x)
+            inner = self._inner(x)
             routed = here.experts.compute(self._place, x, index, weights)
-        else:
-            logits = self._ops.linear(self._weight, None, x)
-            renormalise = getattr(self._gate, "norm_topk_prob", True)
-            to = here.experts.routing(self._place, len(x))
-            self._ops.route(logits[:, : self._num_experts], to, renormalise, bool(self._round))
-            gate = logits[:, self._num_experts :] if self._has_gate else None
-            routed = here.experts.routed(self._place, x)
-        return h + routed if self._shared is None else self._shared.join(h, x, routed, gate)
+            return self._sum(h, inner, routed, None)
+        logits = self._ops.linear(self._weight, None, x)
+        renormalise = getattr(self._gate, "norm_topk_prob", True)
+        to = here.experts.routing(self._place, len(x))
+        self._ops.route(logits[:, : self._num_experts], to, renormalise, bool(self._round))
+        inner = self._inner(x)  # before the experts: there is something to compute while they are looked for
+        routed = here.experts.routed(self._place, x)
+        return self._sum(h, inner, routed, logits[:, self._num_experts :] if self._has_gate else None)
+
+    def _inner(self, x: Tensor) -> Tensor | None:
+        return None if self._shared is None else self._shared.inner(x)
+
+    def _sum(self, h: Tensor, inner: Tensor | None, routed: Tensor, gate: Tensor | None) -> Tensor:
+        if self._shared is None or inner is None:
+            return h + routed
+        return self._shared.join(h, inner, routed, gate)
 
 
 @dataclass(frozen=True, slots=True)

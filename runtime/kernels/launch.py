@@ -34,6 +34,8 @@ class Kernel:
         name: the `extern "C"` name of the kernel.
         threads: of a block.
         dynamic_smem_bytes: shared memory that each launch asks for beside what the source declares.
+        beside_large: prefer most of an SM's memory to be shared memory even for a small block: blocks of kernels that
+            want it otherwise are not on an SM together.
 
     Attributes:
         name, threads, dynamic_smem_bytes: as given.
@@ -44,7 +46,9 @@ class Kernel:
         KernelError: no such kernel, or the GPU has not that much shared memory.
     """
 
-    def __init__(self, module: Module, name: str, threads: int, dynamic_smem_bytes: int = 0) -> None:
+    def __init__(
+        self, module: Module, name: str, threads: int, dynamic_smem_bytes: int = 0, beside_large: bool = False
+    ) -> None:
         self.gpu = current_gpu()
         self.name, self.threads, self.dynamic_smem_bytes = name, threads, dynamic_smem_bytes
         if name not in module.resources:
@@ -64,6 +68,7 @@ class Kernel:
         self._raw = module.raw.get_function(name)
         if smem_bytes > _SMEM_WITHOUT_ASKING:
             self._raw.max_dynamic_shared_size_bytes = dynamic_smem_bytes
+        if smem_bytes > _SMEM_WITHOUT_ASKING or beside_large:
             self._raw.preferred_shared_memory_carveout = 100  # per cent of the SM's memory, not for L1
         self._function: int = self._raw.kernel.ptr
         self._launch = driver().cuLaunchKernelEx

@@ -16,6 +16,7 @@ from runtime.kernels.launch import Kernel
 MAX_ROWS = 8
 _TILE, _CHUNK = 16, 32  # weight rows of a block, columns of a step
 _KEYS, _PADDING = 128, 8  # keys of a block, elements between two rows in shared memory
+_MOST_SHARE, _SMEM_OF_DRIVER = 4, 1024  # blocks of an SM that are held to it, bytes of each that the driver keeps
 _FIXED_SMEM_BYTES = 2048  # of attend_rows, beside what attend_smem counts
 _NORM_THREADS, _ROTATE_THREADS, _ROUTE_THREADS, _ATTEND_THREADS = 256, 64, 32, 256
 _MOST_WIDTH, _MOST_EXPERTS, _MOST_CHOICES, _MOST_HEAD, _MOST_GROUPS = 16384, 1024, 32, 256, 16
@@ -87,7 +88,10 @@ class RowOps(Protocol):
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, length: int, scale: float, window: int | None
     ) -> Tensor:
-        """Attention of q [M, heads, size] up to each row's position, all of them below `length`: [M, heads * size]."""
+        """Attention of q [M, heads, size] up to each row's position, all of them below `length`: [M, heads * size].
+
+        What wrote the positions has ended before the operation ahead of this one began.
+        """
 
     def route(self, logits: Tensor, to: Routing, renormalise: bool, round_weights: bool) -> None:
         """The k most likely of logits [M, E]; their weights may be divided by their sum, and rounded to BF16."""
@@ -98,9 +102,9 @@ def linear_source(warps: int) -> Source:
     return Source("rows_linear.cu", (("WARPS", warps),))
 
 
-def norm_source(num_experts: int) -> Source:
-    """cuda/rows_norm.cu; its router is for so many experts."""
-    return Source("rows_norm.cu", (("EXPERTS", num_experts),))
+def norm_source(num_experts: int = _MOST_EXPERTS, width: int = _MOST_WIDTH) -> Source:
+    """cuda/rows_norm.cu; its router is for so many experts, its norms are of at most this width."""
+    return Source("rows_norm.cu", (("EXPERTS", num_experts), ("WIDTH", width)))
 
 
 def attention_source(size: int, groups: int) -> Source:
@@ -166,7 +170,7 @@ class RowKernels:
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
         """See `RowOps`."""
         y, width = x.new_empty(x.shape) if out is None else out, len(weight)
-        kernel = _kernel(self._gpu.index, norm_source(_MOST_EXPERTS), "norm_rows", _NORM_THREADS)
+        kernel = _kernel(self._gpu.index, norm_source(width=-(-width // 2048) * 2048), "norm_rows", _NORM_THREADS)
         args = (x, weight, bias, y, width, x.stride(0), y.stride(0), float(eps))
         kernel.launch((x.shape[1] // width, len(x)), args, programmatic=True)
         return y
@@ -178,7 +182,7 @@ class RowKernels:
         key_heads, capacity, size = keys.shape
         heads = qkv.shape[1] // size - 2 * key_heads
         q = qkv.new_empty(len(qkv), heads, size)
-        kernel = _kernel(self._gpu.index, norm_source(_MOST_EXPERTS), "rotate_rows", _ROTATE_THREADS)
+        kernel = _kernel(self._gpu.index, norm_source(), "rotate_rows", _ROTATE_THREADS)
         sizes = (heads, key_heads, size, cosine.shape[-1], qkv.stride(0), capacity)
         args = (qkv, cosine, sine, positions, q, keys, values, *sizes)
         kernel.launch((heads + 2 * key_heads, len(qkv)), args, programmatic=True)
@@ -212,9 +216,18 @@ class RowKernels:
         return (*weight.shape, x.stride(0), len(x))
 
     def _launch_linear(self, name: str, count: int, args: tuple[Tensor | int | None, ...]) -> None:
+        """A block a tile; few blocks have more warps each, so that as much is under way.
+
+        Blocks come to an SM as soon as one of the kernel ahead leaves it: left to themselves they would all go to the
+        first SMs that are free. So each asks for so much shared memory that no SM takes more than its share.
+        """
         tiles = -(-count // _TILE)
-        warps = 8 if tiles <= self._gpu.num_sms else 4  # few blocks must each have more under way
-        kernel = _kernel(self._gpu.index, linear_source(warps), name, 32 * warps)
+        share = -(-tiles // self._gpu.num_sms)
+        warps = 16 if share == 1 else 4
+        smem_bytes = 0
+        if share <= _MOST_SHARE:
+            smem_bytes = (self._gpu.smem_per_block_bytes + _SMEM_OF_DRIVER) // (share + 1) - _SMEM_OF_DRIVER
+        kernel = _kernel(self._gpu.index, linear_source(warps), name, 32 * warps, smem_bytes)
         kernel.launch(tiles, args, programmatic=True)
 
     def _reserve(self, floats: int, heads: int) -> None:
@@ -234,4 +247,4 @@ def attend_smem(size: int, groups: int) -> int:
 @cache
 def _kernel(gpu_index: int, source: Source, name: str, threads: int, smem_bytes: int = 0) -> Kernel:
     """A kernel on the current GPU; `gpu_index` only keeps those of different GPUs apart."""
-    return Kernel(load(source), name, threads, smem_bytes)
+    return Kernel(load(source), name, threads, smem_bytes, beside_large=True)

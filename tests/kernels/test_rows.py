@@ -160,11 +160,17 @@ def test_a_row_has_the_same_bits_in_any_company(ops: RowKernels) -> None:
     weight, x = normal(600, 1408, seed=3), normal(8, 1408, seed=4)
     q, positions = normal(8, 8, 128, seed=5), torch.tensor([0, 30, 127, 128, 300, 511, 512, 640], device="cuda")
     norm_weight = normal(1408, seed=6)
+
+    def attend(at: Tensor) -> Tensor:
+        some, places = q[at], positions[at]
+        torch.cuda.synchronize()  # positions are read ahead of the wait for the launch before
+        return ops.attend(some, keys, values, places, 900, 0.1, None)
+
     steps: list[Callable[[Tensor], Tensor]] = [
         lambda at: ops.linear(weight, None, x[at]),
         lambda at: ops.swiglu(weight, x[at]),
         lambda at: ops.norm(x[at], norm_weight, None, 1e-6),
-        lambda at: ops.attend(q[at], keys, values, positions[at], 900, 0.1, None),
+        attend,
     ]
     for step in steps:
         whole = step(torch.arange(8, device="cuda"))
@@ -179,12 +185,15 @@ def test_attention_has_the_same_bits_for_any_length(ops: RowKernels) -> None:
     first = ops.attend(q, keys, values, positions, 108, 0.1, None)
     for length in (129, 256, 1024, 4096):
         assert torch.equal(ops.attend(q, keys, values, positions, length, 0.1, None), first)
-    far = ops.attend(q, keys, values, positions + 3900, 4096, 0.1, None)
+    there = positions + 3900
+    torch.cuda.synchronize()
+    far = ops.attend(q, keys, values, there, 4096, 0.1, None)
     for other in (0, 1000, 4095):  # one row far ahead: the others have more blocks to join
         mixed = positions.clone()
         mixed[0] = other
+        torch.cuda.synchronize()
         assert torch.equal(ops.attend(q, keys, values, mixed, 4096, 0.1, None)[1:], first[1:])
-    assert torch.equal(ops.attend(q, keys, values, positions + 3900, 4096, 0.1, None), far)
+    assert torch.equal(ops.attend(q, keys, values, there, 4096, 0.1, None), far)
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (3, 3), (8, 2), (60, 4), (128, 8), (257, 32), (1024, 6)])
