@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +13,6 @@ from torch import Tensor
 
 from moespeq_cli.bench.bound import check_reads
 from moespeq_cli.bench.offload_kernels import PRODUCTS, TOKEN_ORDER, with_kernels
-from moespeq_cli.bench.tables import markdown, number, percent
 from runtime.config import RunSettings
 from runtime.decode.sampling import SamplingSettings
 from runtime.engine import Request
@@ -25,7 +21,7 @@ from runtime.gpu.engine import GpuEngine, Parts, Toolkit
 from runtime.gpu.host_tier import Arena, HostCache
 from runtime.gpu.model import DeviceModel
 from runtime.gpu.plan import make_gpu_plan
-from runtime.memory.clairvoyant import Trace, belady
+from runtime.memory.clairvoyant import Trace
 from runtime.memory.location import ExpertKey
 from runtime.memory.plan import MemoryPlan
 from runtime.memory.sizes import parse_size
@@ -299,121 +295,6 @@ def _figures(report: dict[str, Any], own_bound_bytes: int, plan: MemoryPlan) -> 
     }
 
 
-class Comparison:
-    """Ways measured one after another, each of which must give the text of the first."""
-
-    def __init__(self) -> None:
-        self._reference: Outcome | None = None
-        self._spec: MoeSpec | None = None
-        self._fewest: dict[int, int] = {}  # reads of a clairvoyant cache of so many slots
-        self._ways = 0
-
-    def run(
-        self, sweep: Sweep, memories: Sequence[str], ways: Sequence[Mode], done: Callable[[dict[str, Any]], None]
-    ) -> list[dict[str, Any]]:
-        """Every way at every amount of memory; `done` is told each row as it is measured.
-
-        Raises:
-            InputError: an amount of memory that is less than the draft and one slot; nothing is measured then.
-            RuntimeError: a way gave other tokens than the first one; nothing is reported then.
-        """
-        for memory in memories:
-            for mode in ways:
-                sweep.settings(mode, memory)
-        rows = []
-        for memory in memories:
-            for mode in ways:
-                rows.append(self._measure(sweep, mode, memory))
-                done(rows[-1])
-        return rows
-
-    def _measure(self, sweep: Sweep, mode: Mode, memory: str) -> dict[str, Any]:
-        found = sweep.run(mode, memory)
-        if self._reference is None:
-            self._reference, self._spec = found, sweep.spec
-        same = found.tokens == self._reference.tokens
-        if mode.same_text and not same:
-            raise RuntimeError(f"{mode.name} at {memory} changed the text: nothing is reported")
-        self._ways += same
-        num_slots = found.figures["num_slots"]
-        if num_slots not in self._fewest:
-            self._fewest[num_slots] = belady(self._reference.trace, num_slots)
-        read_bytes = self._fewest[num_slots] * sweep.expert_bytes / sweep.spec.num_records
-        bound = {"clairvoyant_bytes_per_token": read_bytes / found.figures["new_tokens"]}
-        return found.figures | bound | {"same_text": same}
-
-    def as_json(self) -> dict[str, Any]:
-        """How much text was compared, and what its routing is like; nothing before the first way."""
-        if self._reference is None or self._spec is None:
-            return {"ways": 0, "prompts": 0, "tokens": 0, "routing": {}}
-        tokens = self._reference.tokens
-        rows = routing(self._reference.rows, len(self._spec.moe_layers), self._spec.num_experts)
-        return {"ways": self._ways, "prompts": len(tokens), "tokens": sum(map(len, tokens)), "routing": rows}
-
-
-def routing(rows: Sequence[Sequence[ExpertKey]], num_layers: int, num_experts: int) -> dict[str, float]:
-    """Entropy of the experts' use, as a share of its maximum, and what neighbouring rows share; means of the layers."""
-    entropies = []
-    layers = sorted({layer_id for row in rows for layer_id, _ in row})
-    for layer_id in layers:
-        uses = Counter(key for row in rows for key in row if key[0] == layer_id)
-        total = sum(uses.values())
-        entropies.append(-sum(n / total * math.log(n / total) for n in uses.values()) / math.log(num_experts))
-    shared = [len(set(a) & set(b)) / len(a) for a, b in itertools.pairwise(rows)]
-    return {
-        "rows": len(rows),
-        "entropy": sum(entropies) / num_layers,
-        "neighbours": sum(shared) / len(shared) if shared else 0.0,
-    }
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The comparison as Markdown."""
-    head = (
-        "memory", "mode", "ms a token (spread)", "GB a token", "clairvoyant, row by row", "hits", "accepted a round",
-        "draft / verify / waiting, ms a token", "link busy", "link, GB/s", "tensors / in all / plan, GB",
-    )  # fmt: skip
-    lines = [
-        (
-            row["memory"],
-            row["mode"],
-            f"{number(row['ms_per_token'])} ({number(row['ms_min'])}-{number(row['ms_max'])})",
-            number(row["bytes_per_token"] / 1e9, 3),
-            number(row["clairvoyant_bytes_per_token"] / 1e9, 3),
-            percent(row["hit_rate"]),
-            "-" if not row["acceptance"] else number(row["accepted_per_round"]),
-            " / ".join(number(row[f"{part}_ms_per_token"]) for part in ("draft", "verify", "wait")),
-            percent(row["link_utilisation"]),
-            number(row["link_gb_per_s"], 1),
-            " / ".join(number(row[f"{kind}_bytes"] / 1e9, 1) for kind in ("peak", "taken", "planned")),
-        )
-        for row in rows
-    ]
-    return markdown(head, lines)
-
-
-def disk_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Runs that read from a disk beside those that need not, as Markdown."""
-    head = (
-        "mode", "experts in host memory", "ms a token (spread)", "GB a token to the GPU", "GB a token from disk",
-        "hits in slots", "hits in host memory", "first tokens, s",
-    )  # fmt: skip
-    lines = [
-        (
-            row["mode"],
-            str(row["host_slots"]),
-            f"{number(row['ms_per_token'])} ({number(row['ms_min'])}-{number(row['ms_max'])})",
-            number(row["total_bytes_per_token"] / 1e9, 3),
-            number(row["disk_bytes_per_token"] / 1e9, 3),
-            percent(row["hit_rate"]),
-            "all" if row["host_cache"] is None else percent(row["host_cache"]["hit_rate"]),
-            number(row["prefill_s"]),
-        )
-        for row in rows
-    ]
-    return markdown(head, lines)
-
-
 def make_prompts(count: int, length: int, first_id: int, last_id: int, seed: int = 0) -> list[list[int]]:
     """Random ids of the built model's texts."""
     generator = torch.Generator().manual_seed(seed)
@@ -440,19 +321,3 @@ def first_token(sweep: Sweep, memory: str, length: int) -> dict[str, Any]:
         "read_bytes": read,
         "link_ms": 1e3 * read / best_rate if best_rate else None,
     }
-
-
-def first_token_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The times to the first token as Markdown."""
-    head = ("prompt", "to the first token, ms", "GB read", "bytes over the link alone, ms", "ratio")
-    lines = [
-        (
-            str(row["tokens"]),
-            number(row["ms"], 1),
-            number(row["read_bytes"] / 1e9),
-            number(row["link_ms"], 1),
-            number(row["ms"] / row["link_ms"]) if row["link_ms"] else "n/a",
-        )
-        for row in rows
-    ]
-    return markdown(head, lines)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from moespeq_cli.bench.offload import PLAIN, Mode, Sweep, make_prompts
-from moespeq_cli.bench.tables import markdown, number
 from runtime.errors import PlanError
 from runtime.gpu.accelerator import SMALLER
 from runtime.gpu.model import DeviceModel
@@ -110,26 +109,3 @@ def memory_table(
 def _reserve(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
     with shortage("device memory for the draft's own parts", SMALLER):
         return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The steps as Markdown."""
-    head = (
-        "step", "dense", "KV", "held twice", "draft experts", "slots", "work space", "planned, GB", "tensors, measured",
-        "in all, measured", "measured / planned",
-    )  # fmt: skip
-    lines = [
-        (
-            row["step"],
-            *(_gb(row[f"{part}_bytes"]) for part in ("dense", "kv", "twice", "draft", "slot", "workspace", "planned")),
-            _gb(row["peak_bytes"]),
-            _gb(row["taken_bytes"]),
-            number(row["taken_bytes"] / row["planned_bytes"]) if row["taken_bytes"] else "planned only",
-        )
-        for row in rows
-    ]
-    return markdown(head, lines)
-
-
-def _gb(num_bytes: int | None) -> str:
-    return number(None if num_bytes is None else num_bytes / 1e9)

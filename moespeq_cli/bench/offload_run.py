@@ -157,7 +157,7 @@ class _Measuring:
     """The parts in turn; what is measured is saved at once."""
 
     def __init__(self, asked: Asked, sweep: Sweep, result: dict[str, Any], save: Save) -> None:
-        from moespeq_cli.bench.offload import Comparison
+        from moespeq_cli.bench.offload_compare import Comparison
 
         self._asked, self._sweep, self._result, self._save = asked, sweep, result, save
         self._comparison = Comparison()
@@ -256,7 +256,7 @@ def _priority(alpha: float, beta: float, gamma: float) -> Mode:
 
 def print_built(result: dict[str, Any]) -> None:
     """The figures as tables on stdout."""
-    from moespeq_cli.bench import offload, offload_memory
+    from moespeq_cli.bench import offload_tables as tables
 
     memory = result["asked"]["part_memory"]
     compared, draft = result.get("compared", {}), result.get("draft", {})
@@ -271,31 +271,14 @@ def print_built(result: dict[str, Any]) -> None:
     titles = {"modes": "Ways", "ablations": f"Parts left out, {memory}", "grid": f"alpha / beta / gamma, {memory}"}
     for part, title in titles.items():
         if result.get(part):
-            print(f"\n{title}:\n\n{offload.table(result[part])}")
+            print(f"\n{title}:\n\n{tables.ways(result[part])}")
     if result.get("windows"):
-        print(f"\nWindow and verification, {memory}:\n\n{_window_tables(result['windows'])}")
+        print(f"\nWindow and verification, {memory}:\n\n{tables.windows(result['windows'])}")
     if result.get("first_token"):
-        print(f"\nFirst token, {memory}, cache empty:\n\n{offload.first_token_table(result['first_token'])}")
+        print(f"\nFirst token, {memory}, cache empty:\n\n{tables.first_tokens(result['first_token'])}")
     if result.get("memory"):
         context = result["asked"]["table_context"]
-        print(f"\nDevice memory at {context} tokens, {memory}:\n\n{offload_memory.table(result['memory'])}")
+        print(f"\nDevice memory at {context} tokens, {memory}:\n\n{tables.memory(result['memory'])}")
     if result.get("disk"):
         where = "past the page cache" if result.get("disk_direct") else "through the page cache"
-        print(f"\nExperts on disk, read {where}, {memory}:\n\n{offload.disk_table(result['disk'])}")
-
-
-def _window_tables(rows: Sequence[dict[str, Any]]) -> str:
-    from moespeq_cli.bench.decode import window_table
-
-    cells = [
-        row | {"window": row["changes"]["prefetch_window"], "verify": row["changes"]["verify_window"]} for row in rows
-    ]
-    fields = (
-        ("ms a token", "ms_per_token", 1.0, 1),
-        ("GB a token", "bytes_per_token", 1e-9, 3),
-        ("tokens a round", "tokens_per_round", 1.0, 2),
-        ("link busy, per cent", "link_utilisation", 100.0, 0),
-    )
-    return "\n\n".join(
-        f"{name}:\n\n{window_table({'rows': cells}, field, scale, digits)}" for name, field, scale, digits in fields
-    )
+        print(f"\nExperts on disk, read {where}, {memory}:\n\n{tables.disk(result['disk'])}")

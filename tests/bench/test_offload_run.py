@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moespeq_cli.bench import offload, offload_memory
+from moespeq_cli.bench import offload_tables as tables
 from moespeq_cli.bench.offload_disk import records_on_disk
 from moespeq_cli.bench.offload_run import Asked, decode_built, parse_weights, print_built
 from moespeq_cli.bench.synthetic.models import make_config
@@ -100,7 +101,7 @@ def test_sharing_saves_what_was_held_twice(monkeypatch: pytest.MonkeyPatch) -> N
     assert saved == [shared_bytes, dense_bytes - shared_bytes, kv_bytes, sweep.draft_bytes]
     assert reserved == [dense_bytes + kv_bytes, dense_bytes - shared_bytes + kv_bytes, kv_bytes, 0, 0]
     assert all(row["refused"] is None and row["peak_bytes"] is not None for row in rows)
-    assert offload_memory.table(rows).count("\n") == len(rows) + 1
+    assert tables.memory(rows).count("\n") == len(rows) + 1
 
 
 def test_a_step_that_does_not_fit_is_planned_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +116,7 @@ def test_a_step_that_does_not_fit_is_planned_only(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(offload_memory, "_reserve", full)
     rows = offload_memory.memory_table(sweep, "100%", 20, lambda row: None)
     assert [row["refused"] is None for row in rows] == [False, False, False, True, True]
-    assert "planned only" in offload_memory.table(rows)
+    assert "planned only" in tables.memory(rows)
 
 
 def test_memory_of_a_run_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
