@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -334,6 +335,7 @@ class GpuEngine(BaseEngine):
             | self._facts
             | {
                 "recording_s": self._recording_s,
+                "device_memory": dataclasses.asdict(self._toolkit.accelerator.memory()),
                 "host_cache": None if host is None else host.snapshot(),
             }
         )

@@ -296,7 +296,8 @@ def test_plan_says_what_lies_where(pack_of: PackOf) -> None:
     pack = pack_of("qwen2_moe", torch.bfloat16)
     settings = settings_of(pack, 3, host_cache_size="50%")
     with open_gpu(pack, settings) as engine:
-        plan, found = engine.plan, engine.report()["measured_bytes"]
+        plan, report = engine.plan, engine.report()
+    found, memory = report["measured_bytes"], report["device_memory"]
     assert plan.host_slots == pack.spec.num_records // 2
     assert found == {
         "dense": plan.dense_bytes,
@@ -304,6 +305,7 @@ def test_plan_says_what_lies_where(pack_of: PackOf) -> None:
         "kv": plan.kv_bytes,
         "expert_cache": plan.cache_bytes,
     }
+    assert set(memory) == {"tensors", "most_tensors", "taken", "most_taken"}
     assert any("host memory" in name for name, _ in plan.lines())
 
 
