@@ -50,7 +50,7 @@ def choose_device(pack: Pack, settings: RunSettings) -> Device:
             raise KernelError(
                 expected="CuPy, which launches the kernels", found="no such package", mend="pip install 'moespeq[cuda]'"
             )
-        refuse(pack, settings)
+        refuse(pack, settings, gpu)
     except (KernelError, InputError, ShapeError) as error:
         if settings.device == "cuda":
             raise

@@ -109,6 +109,15 @@ def decode(
         str,
         typer.Option("--host-cache", help="Of the experts, what host memory holds with --disk", rich_help_panel=_BUILT),
     ] = "50%",
+    encoding: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--encoding",
+            help="Of the exact experts: raw, residual, or both side by side; repeat it, or separate by commas",
+            show_default="raw",
+            rich_help_panel=_BUILT,
+        ),
+    ] = None,
     config: Annotated[
         str | None, typer.Option("--config", help="Deployment profile of the run", rich_help_panel=_BUILT)
     ] = None,
@@ -138,6 +147,7 @@ def decode(
             table_context=table_context,
             disk=disk,
             host_cache=host_cache,
+            encodings=_encodings(encoding),
         )
         settings = make_settings(config, {"device": "cuda"})
         print_built(decode_built(wanted, settings, lambda figures: _finish(output, figures)))
@@ -410,6 +420,20 @@ def _settings(threads: int, verify_window: int | None = None) -> Any:
 
     fixed = {} if verify_window is None else {"governor": "fixed", "verify_window": verify_window}
     return make_settings(None, {"threads": threads, "context": 512, "warm": False} | fixed)  # caches start empty
+
+
+def _encodings(asked: list[str] | None) -> list[str]:
+    """The encodings of an option that may be repeated or have several; raw without it."""
+    from runtime.artifacts.encodings import ENCODINGS
+    from runtime.errors import InputError
+
+    names = [name.strip() for part in asked or ["raw"] for name in part.split(",")]
+    for name in names:
+        if name not in ENCODINGS:
+            raise InputError(
+                expected=f"--encoding of {', '.join(ENCODINGS)}", found=repr(name), mend="name one of them, or both"
+            )
+    return list(dict.fromkeys(names))
 
 
 def _numbers(option: str, text: str) -> list[int]:

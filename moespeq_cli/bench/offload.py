@@ -17,10 +17,12 @@ from runtime.config import RunSettings
 from runtime.decode.sampling import SamplingSettings
 from runtime.engine import Request
 from runtime.errors import InputError
+from runtime.gpu.accelerator import DeviceMemory
 from runtime.gpu.engine import GpuEngine, Parts, Toolkit
+from runtime.gpu.geometry import expert_shape
 from runtime.gpu.host_tier import Arena, HostCache
 from runtime.gpu.model import DeviceModel
-from runtime.gpu.plan import make_gpu_plan
+from runtime.gpu.plan import Beside, make_gpu_plan
 from runtime.memory.clairvoyant import Trace
 from runtime.memory.location import ExpertKey
 from runtime.memory.plan import MemoryPlan
@@ -41,6 +43,7 @@ class Mode:
         changes: of the settings.
         all_memory: whether the cache has all the memory for experts, or what the draft leaves.
         graphs: whether passes are recorded.
+        encoding: of the records.
         kernels: what computes the exact experts, of `offload_kernels`; None is the usual.
         same_text: whether it must give the others' text; with other roundings it need not.
     """
@@ -49,12 +52,16 @@ class Mode:
     changes: dict[str, Any]
     all_memory: bool = False
     graphs: bool = True
+    encoding: str = "raw"
     kernels: str | None = None
     same_text: bool = True
 
 
-def modes() -> list[Mode]:
-    """The ways that are compared; of the classic ones the best counts."""
+def modes(encodings: Sequence[str] = ("raw",)) -> list[Mode]:
+    """The ways that are compared; of the classic ones the best counts. The last one is this program's.
+
+    Ways without residual records have raw ones, whatever is asked for: they are what the others are measured by.
+    """
     classic = [
         Mode(
             f"classic, k = {k}",
@@ -62,12 +69,18 @@ def modes() -> list[Mode]:
         )
         for k in CLASSIC_WINDOWS
     ]
+    looking = [Mode("lookahead", {})] if "raw" in encodings else []
+    if "residual" in encodings:
+        looking += [
+            Mode("residual, no speculation", PLAIN, encoding="residual"),
+            Mode("lookahead, residual", {}, encoding="residual"),
+        ]
     return [
         Mode("SM: no draft, LRU, all memory", PLAIN, all_memory=True),
         Mode("SC: no draft, LRU, what a draft leaves", PLAIN),
         Mode("history: no draft, prefetch of the last row's, all memory", PLAIN | {"prefetch": "history"}, True),
         *classic,
-        Mode("lookahead", {}),
+        *looking,
     ]
 
 
@@ -111,6 +124,7 @@ class Sweep:
         repeats: runs of each mode; times are medians.
         toolkit: makes what computes, with recorded passes or without.
         device_bytes: memory to plan with; None asks the GPU.
+        residual: the same model with residual records.
         disk: all exact experts, where host memory has a part of them, as the settings' `host_cache_size` says.
     """
 
@@ -123,6 +137,7 @@ class Sweep:
         repeats: int,
         toolkit: Callable[[bool], Toolkit] | None = None,
         device_bytes: int | None = None,
+        residual: Parts | None = None,
         disk: RecordStore | None = None,
     ) -> None:
         self._parts, self._base, self._prompts = parts, base, prompts
@@ -131,36 +146,85 @@ class Sweep:
         self._toolkits = {graphs: self._toolkit(graphs) for graphs in (True, False)}
         self._device_bytes, self._disk = device_bytes, disk
         spec = parts.model.spec
-        assert parts.bank is not None and isinstance(parts.tier, Arena)
-        self._arena = parts.tier
+        assert parts.bank is not None
+        self._encodings = {"raw": parts} | ({} if residual is None else {"residual": residual})
         self.expert_bytes = spec.num_records * parts.store.max_record_bytes
         self.draft_bytes = parts.bank.num_bytes
 
-    def plan(self, settings: RunSettings) -> MemoryPlan:
+    def plan(self, settings: RunSettings, encoding: str = "raw") -> MemoryPlan:
         """The plan of a run of this model; what of it is on the device already counts as free."""
-        free = None
+        parts, free = self._encodings[encoding], self._device_bytes
         self._toolkits[True].accelerator.forget_peak()  # what torch keeps for later is free too
-        if self._device_bytes is None:
-            free = torch.cuda.mem_get_info()[0] + self._here(settings)
+        if free is None:
+            free = torch.cuda.mem_get_info()[0] + self._here(settings, encoding)
         return make_gpu_plan(
-            self._parts.model.spec,
-            self._parts.model.config.to_dict(),
+            self.spec,
+            self.model.config.to_dict(),
             settings,
-            dense_bytes=self._parts.model.dense_bytes,
-            draft_bytes=self.draft_bytes if settings.speculate else 0,
-            slot_bytes=self._parts.store.max_record_bytes,
-            device_bytes=free if self._device_bytes is None else self._device_bytes,
+            dense_bytes=self.model.dense_bytes,
+            draft_bytes=self.draft_bytes if self._leans(settings, encoding) else 0,
+            slot_bytes=parts.store.max_record_bytes,
+            beside=self._beside(encoding),
+            device_bytes=free,
         )
+
+    def _beside(self, encoding: str) -> Beside | None:
+        parts = self._encodings[encoding]
+        shape = expert_shape(self.spec, parts.activation)
+        return None if parts.residual is None else Beside.of(shape, parts.residual)
+
+    def _leans(self, settings: RunSettings, encoding: str) -> bool:
+        """Whether a run needs the draft's experts, for speculation or for the records."""
+        return settings.speculate or self._encodings[encoding].residual is not None
+
+    @property
+    def encodings(self) -> list[str]:
+        """Of the records that there are."""
+        return list(self._encodings)
+
+    def least_record_bytes(self, encoding: str) -> int:
+        """Of the smallest record."""
+        return min(map(self._encodings[encoding].store.record_bytes, self.spec.expert_keys()))
+
+    def records(self) -> dict[str, Any]:
+        """What the residual records take, for the report; nothing where there are none."""
+        parts, beside = self._encodings.get("residual"), self._beside(self.encodings[-1])
+        if parts is None or parts.residual is None or beside is None:
+            return {}
+        lengths = parts.residual.payload_bytes.values()
+        weights = expert_shape(self.spec, parts.activation).weights_per_expert
+        return {
+            "bits_per_weight": 8 * sum(lengths) / (weights * len(lengths)) if lengths else None,
+            "raw_records": self.spec.num_records - len(lengths),
+            "record_bytes": parts.store.max_record_bytes,
+            "directory_bytes": beside.directory_bytes,
+            "scratch_bytes": beside.scratch_bytes,
+        }
 
     def of_prompt(self, prompt: list[int], max_new_tokens: int = 1) -> Sweep:
         """The same for the first tokens of one prompt, in single runs."""
-        return Sweep(self._parts, self._base, [prompt], max_new_tokens, 1, self._toolkit, self._device_bytes)
+        return self._with(self._base, [prompt], max_new_tokens, 1, None)
 
     def on_disk(self, store: RecordStore, host_cache_size: str) -> Sweep:
-        """The same with so much of the exact experts in host memory, and the rest read from the disk."""
+        """The same with so much of the exact experts in host memory, and the rest read from the disk.
+
+        Args:
+            store: of the records of the last encoding.
+            host_cache_size: a size, or a share of their bytes.
+        """
         base = dataclasses.replace(self._base, host_cache_size=host_cache_size)
-        runs = self._prompts, self._max_new_tokens, self._repeats
-        return Sweep(self._parts, base, *runs, self._toolkit, self._device_bytes, store)
+        return self._with(base, self._prompts, self._max_new_tokens, self._repeats, store)
+
+    def _with(
+        self, base: RunSettings, prompts: Sequence[list[int]], new_tokens: int, repeats: int, disk: RecordStore | None
+    ) -> Sweep:
+        residual = self._encodings.get("residual")
+        runs = (prompts, new_tokens, repeats, self._toolkit, self._device_bytes)
+        return Sweep(self._parts, base, *runs, residual, disk)
+
+    def made(self, encoding: str) -> Parts:
+        """The model with the records of an encoding, all in host memory."""
+        return self._encodings[encoding]
 
     @property
     def model(self) -> DeviceModel:
@@ -171,11 +235,6 @@ class Sweep:
     def spec(self) -> MoeSpec:
         """What the model is."""
         return self.model.spec
-
-    @property
-    def arena(self) -> Arena:
-        """The exact experts."""
-        return self._arena
 
     @property
     def ids(self) -> tuple[int, int]:
@@ -191,7 +250,9 @@ class Sweep:
         """
         whole = parse_size(memory, self.expert_bytes)
         cache = whole if mode.all_memory else whole - self.draft_bytes
-        if cache < self._parts.store.max_record_bytes:
+        beside = self._beside(mode.encoding)
+        slot = self._encodings[mode.encoding].store.max_record_bytes + (0 if beside is None else beside.directory_bytes)
+        if cache < slot:
             raise InputError(
                 expected=f"--expert-memory above {self.draft_bytes / self.expert_bytes:.1%}, what the draft takes",
                 found=memory,
@@ -216,20 +277,19 @@ class Sweep:
         middle = sorted(runs, key=lambda run: run.figures["ms_per_token"])[len(runs) // 2]
         times = [run.figures["ms_per_token"] for run in runs]
         spread = {"ms_per_token": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
-        way = {"mode": mode.name, "memory": memory, "changes": mode.changes}
+        way = {"mode": mode.name, "encoding": mode.encoding, "memory": memory, "changes": mode.changes}
         return dataclasses.replace(middle, figures=middle.figures | way | spread)
 
     def _once(self, settings: RunSettings, mode: Mode, beside: Callable[[], list[Tensor]]) -> Outcome:
-        plan, toolkit = (
-            self.plan(settings),
-            with_kernels(self._toolkits[mode.graphs], mode.kernels),
-        )  # the peak is forgotten from here on
+        encoding, toolkit = mode.encoding, with_kernels(self._toolkits[mode.graphs], mode.kernels)
+        plan = self.plan(settings, encoding)  # the peak is forgotten from here on
         before = toolkit.accelerator.memory()
-        left_over_bytes = before.tensors - self._here(None)
-        here, _kept = self._here(settings), beside()
-        parts = dataclasses.replace(
-            self._parts, tier=self._arena.borrowed(), bank=self._parts.bank if settings.speculate else None
-        )
+        left_over_bytes = before.tensors - self._here(None, encoding)
+        here, _kept = self._here(settings, encoding), beside()
+        made = self._encodings[encoding]
+        assert isinstance(made.tier, Arena)
+        bank = made.bank if self._leans(settings, encoding) else None
+        parts = dataclasses.replace(made, tier=made.tier.borrowed(), bank=bank)
         if self._disk is not None:
             readers = max(4, settings.max_parallel_transfers)
             parts = dataclasses.replace(parts, store=self._disk, tier=HostCache(self._disk, plan.host_slots, readers))
@@ -248,19 +308,18 @@ class Sweep:
             report, trace = engine.report(), engine.trace()
             everything = plan.num_slots >= engine.spec.num_records  # then all of it was read before the first text
             fewest = 0 if everything else check_reads(trace, plan.num_slots, engine.cache.stats)
-            after = toolkit.accelerator.memory()
-        figures = _figures(report, fewest * plan.slot_bytes, plan) | {
+            after = DeviceMemory(**report["device_memory"])
+        figures = _figures(report, fewest * self.least_record_bytes(encoding), plan) | {
             "peak_bytes": here + after.most_tensors - before.tensors,
             "taken_bytes": here + after.most_taken - before.taken,
             "left_over_bytes": left_over_bytes,
         }
         return Outcome(figures, tokens, rows, trace)
 
-    def _here(self, settings: RunSettings | None) -> int:
+    def _here(self, settings: RunSettings | None, encoding: str) -> int:
         """Bytes of a plan that are on the device before its run begins; without settings all that is there."""
-        model = self._parts.model
-        draft = self.draft_bytes if settings is None or settings.speculate else 0
-        return model.dense_bytes + model.kv.allocated_bytes + draft
+        draft = self.draft_bytes if settings is None or self._leans(settings, encoding) else 0
+        return self.model.dense_bytes + self.model.kv.allocated_bytes + draft
 
 
 def _figures(report: dict[str, Any], own_bound_bytes: int, plan: MemoryPlan) -> dict[str, Any]:
@@ -309,7 +368,7 @@ def first_token(sweep: Sweep, memory: str, length: int) -> dict[str, Any]:
     """
     (prompt,) = make_prompts(1, length, *sweep.ids, seed=length)
     one = sweep.of_prompt(prompt)
-    runs = [one.run(modes()[-1], memory).figures for _ in range(2)]
+    runs = [one.run(modes(sweep.encodings)[-1], memory).figures for _ in range(2)]
     best_rate = max(run["link_gb_per_s"] for run in runs) * 1e9
     last = runs[-1]
     read = last["total_bytes_per_token"] * last["new_tokens"]

@@ -53,7 +53,7 @@ class Comparison:
         num_slots = found.figures["num_slots"]
         if num_slots not in self._fewest:
             self._fewest[num_slots] = belady(self._reference.trace, num_slots)
-        read_bytes = self._fewest[num_slots] * sweep.expert_bytes / sweep.spec.num_records
+        read_bytes = self._fewest[num_slots] * sweep.least_record_bytes(mode.encoding)
         bound = {"clairvoyant_bytes_per_token": read_bytes / found.figures["new_tokens"]}
         return found.figures | bound | {"same_text": same}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import Tensor
 
@@ -21,43 +22,33 @@ class TokenOrder:
     """Rows of a pass one after the other, each with its experts: they are read once a row, not once a pass.
 
     The bits are the usual ones, as a row has the same bits in any batch.
+
+    Args:
+        inner: computes raw or residual records.
     """
 
-    def __init__(self, inner: Backend) -> None:
+    def __init__(self, inner: Any) -> None:
         self._inner = inner
 
-    def run(
-        self,
-        pool: Tensor,
-        slot_of: Tensor,
-        x: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        out: Tensor,
-        *,
-        pairs: Tensor | None = None,
-        resume: bool = False,
-    ) -> None:
-        """See `ExpertKernels.run`; prompts are computed as usual."""
+    def run(self, *arguments: Any, pairs: Tensor | None = None, **named: Any) -> None:
+        """See `ExpertKernels.run` and `ResidualExperts.run`; prompts are computed as usual."""
+        *slots, x, top_k_index, top_k_weights, out = arguments
         step = 1 if len(x) <= ROWS else len(x)
         for first in range(0, len(x), step):
             part = slice(first, first + step)
-            self._inner.run(
-                pool,
-                slot_of,
-                x[part],
-                top_k_index[part],
-                top_k_weights[part],
-                out[part],
-                pairs=None if pairs is None else pairs[part],
-                resume=resume,
-            )
+            rows = [tensor[part] for tensor in (x, top_k_index, top_k_weights, out)]
+            self._inner.run(*slots, *rows, pairs=None if pairs is None else pairs[part], **named)
 
 
 def with_kernels(toolkit: Toolkit, kernels: str | None) -> Toolkit:
     """A toolkit that computes the exact experts in another way, or as usual."""
     if kernels == TOKEN_ORDER:
-        return dataclasses.replace(toolkit, kernels=lambda *wanted: TokenOrder(toolkit.kernels(*wanted)))
+        made, residual = toolkit.kernels, toolkit.residual
+        return dataclasses.replace(
+            toolkit,
+            kernels=lambda *wanted: TokenOrder(made(*wanted)),
+            residual=dataclasses.replace(residual, kernels=lambda layout: TokenOrder(residual.kernels(layout))),
+        )
     if kernels == PRODUCTS:
         return dataclasses.replace(toolkit, kernels=_products)
     return toolkit

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,8 @@ class Asked:
         table_context: tokens of the memory table's context; 0 leaves it out.
         disk: folder on the disk from which a part of the experts is read; None leaves it out.
         host_cache: what host memory holds then.
+        encodings: of the exact experts, `raw` and `residual`; where residual ones are asked for, all parts but the
+            ways, the memory table and the way without the fused kernel have those.
     """
 
     geometry: str
@@ -62,6 +64,7 @@ class Asked:
     table_context: int = 0
     disk: Path | None = None
     host_cache: str = "50%"
+    encodings: Sequence[str] = ("raw",)
 
     @property
     def context(self) -> int:
@@ -120,7 +123,7 @@ def decode_built(
     from moespeq_cli.bench import offload
     from moespeq_cli.bench.environment import gpu_environment
     from moespeq_cli.bench.synthetic.models import make_config
-    from moespeq_cli.bench.synthetic.parts import build_parts
+    from moespeq_cli.bench.synthetic.parts import build_encodings
     from runtime.gpu.engine import Toolkit
     from runtime.kernels.device import current_gpu
 
@@ -131,10 +134,12 @@ def decode_built(
     started = time.perf_counter()
     with console.progress("layers of experts", config.num_hidden_layers) as bar:
         tools = Toolkit.cuda(settings) if toolkit is None else toolkit(True)
-        parts = build_parts(config, tools, asked.context, advance=bar.advance)
+        residual = "residual" in asked.encodings
+        made = build_encodings(config, tools, asked.context, advance=bar.advance, residual=residual)
     built_s = time.perf_counter() - started
     prompts = offload.make_prompts(asked.prompts, asked.prompt_tokens, max(SPECIAL_IDS) + 1, TEXT_IDS)
-    sweep = offload.Sweep(parts, settings, prompts, asked.max_new_tokens, asked.repeats, toolkit, device_bytes)
+    runs = (prompts, asked.max_new_tokens, asked.repeats, toolkit, device_bytes, made.get("residual"))
+    sweep = offload.Sweep(made["raw"], settings, *runs)
     result: dict[str, Any] = {
         "environment_gpu": gpu_environment() if toolkit is None else None,
         "asked": dataclasses.asdict(asked) | {"disk": asked.disk is not None},
@@ -142,14 +147,16 @@ def decode_built(
         "layers": config.num_hidden_layers,
         "expert_bytes": sweep.expert_bytes,
         "draft_bytes": sweep.draft_bytes,
-        "dense_bytes": parts.model.dense_bytes,
+        "dense_bytes": sweep.model.dense_bytes,
+        "residual": sweep.records(),
         "built_s": built_s,
         "settings": dataclasses.asdict(settings),
     }
     try:
         _Measuring(asked, sweep, result, save).run()
     finally:
-        parts.tier.close()
+        for parts in made.values():
+            parts.tier.close()
     return result
 
 
@@ -166,20 +173,24 @@ class _Measuring:
     def run(self) -> None:
         """Measure everything that was asked for."""
         from moespeq_cli.bench import offload, offload_memory
+        from moespeq_cli.bench.offload_kernels import PRODUCTS
 
         asked, sweep = self._asked, self._sweep
-        ways, memory = offload.modes(), asked.part_memory
+        ways, memory = offload.modes(asked.encodings), asked.part_memory
+        look, encoding = ways[-1], ways[-1].encoding
         parts: dict[str, list[Mode]] = {
-            "ablations": [ways[-1], *offload.ABLATIONS, *self._unfused()] if asked.ablations else [],
+            "ablations": [look, *offload.ABLATIONS, *self._unfused()] if asked.ablations else [],
             "windows": [_window(w, v) for w in asked.windows for v in asked.verifies],
             "grid": [_priority(*weights) for weights in asked.weights],
         }
+        for part, more in parts.items():
+            parts[part] = [mode if mode.kernels == PRODUCTS else replace(mode, encoding=encoding) for mode in more]
         steps = offload_memory.STEPS if asked.table_context else ()
-        on_disk = [ways[-1], ways[0]] if asked.disk is not None else []
+        on_disk = [look, replace(ways[1], encoding=encoding)] if asked.disk is not None else []
         total = len(asked.memories) * len(ways) + sum(map(len, parts.values())) + len(asked.first_token)
         total += len(steps) + (1 + len(on_disk) if on_disk else 0)
         self._announce(total)
-        sweep.settings(ways[-1], memory)  # refused now, not after all that comes before it
+        sweep.settings(look, memory)  # refused now, not after all that comes before it
         with console.progress("ways", total) as bar:
             self._advance = bar.advance
             self._comparison.run(sweep, asked.memories, ways, self._keep("modes"))
@@ -190,8 +201,8 @@ class _Measuring:
             if steps:
                 offload_memory.memory_table(sweep, memory, asked.table_context, self._keep("memory"), steps)
             if on_disk:
-                self._comparison.run(sweep, [memory], ways[-1:], self._keep("disk"))
-                with self._disk() as halved:
+                self._comparison.run(sweep, [memory], [look], self._keep("disk"))
+                with self._disk(encoding) as halved:
                     self._comparison.run(halved, [memory], on_disk, self._keep("disk"))
 
     def _unfused(self) -> list[Mode]:
@@ -207,7 +218,7 @@ class _Measuring:
         console.note(
             f"built in {self._result['built_s']:.0f} s; draft {sweep.draft_bytes / 1e9:.2f} GB, "
             f"{sweep.draft_bytes / sweep.expert_bytes:.1%} of {sweep.expert_bytes / 1e9:.2f} GB of experts; "
-            f"{total} ways, {asked.prompts} prompts of {asked.prompt_tokens} tokens, "
+            f"{_records_line(sweep.records())}{total} ways, {asked.prompts} prompts of {asked.prompt_tokens} tokens, "
             f"{asked.max_new_tokens} new tokens each, {asked.repeats} repeats"
         )
 
@@ -226,18 +237,23 @@ class _Measuring:
         return done
 
     @contextmanager
-    def _disk(self) -> Iterator[Sweep]:
+    def _disk(self, encoding: str) -> Iterator[Sweep]:
         """The same model with its experts on a disk, as long as the context."""
         from moespeq_cli.bench.offload_disk import records_on_disk
 
-        asked, sweep = self._asked, self._sweep
-        assert asked.disk is not None
-        started, keys = time.perf_counter(), sweep.spec.expert_keys()
-        record_bytes = sweep.expert_bytes // len(keys)
-        with records_on_disk(sweep.arena, keys, record_bytes, asked.disk) as store:
+        assert self._asked.disk is not None
+        started = time.perf_counter()
+        with records_on_disk(self._sweep.made(encoding), self._asked.disk) as store:
             self._result["disk_written_s"] = time.perf_counter() - started
             self._result["disk_direct"] = store.direct
-            yield sweep.on_disk(store, asked.host_cache)
+            yield self._sweep.on_disk(store, self._asked.host_cache)
+
+
+def _records_line(records: dict[str, Any]) -> str:
+    if not records:
+        return ""
+    bits, kept = records["bits_per_weight"], records["raw_records"]
+    return f"residual records of {'no' if bits is None else f'{bits:.2f}'} bits a weight, {kept} raw; "
 
 
 def _window(window: int, verify: int) -> Mode:

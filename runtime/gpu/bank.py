@@ -13,10 +13,12 @@ from runtime.decode.draft_records import read_drafts
 from runtime.errors import InputError
 from runtime.kernels.dispatch import Backend
 from runtime.kernels.layout import Biases, SlotLayout
-from runtime.kernels.shape import ExpertShape, WeightForm
+from runtime.kernels.shape import ExpertShape, Kind, WeightForm
 from runtime.kernels.units import Codes
 from runtime.memory.location import ExpertKey, name_of
 from runtime.model.families import MoeSpec
+
+_KINDS: dict[int, Kind] = {4: "int4", 8: "int8"}
 
 
 def bank_form(fmt: DraftFormat, spec: MoeSpec) -> WeightForm:
@@ -26,17 +28,15 @@ def bank_form(fmt: DraftFormat, spec: MoeSpec) -> WeightForm:
     differ in bits or groups, lies there in BF16.
     """
     pair = (fmt.gate_up, spec.hidden_size), (fmt.down, spec.moe_intermediate_size)
-    forms = {_form(linear, columns) for linear, columns in pair}
-    return forms.pop() if len(forms) == 1 else WeightForm("bf16")
-
-
-def _form(linear: LinearFormat, columns: int) -> WeightForm:
-    if linear.bits not in (4, 8):
-        return WeightForm("bf16")
-    group_size = -1 if linear.group_size == columns else linear.group_size
-    if group_size != -1 and (group_size < 32 or group_size % 32):
-        return WeightForm("bf16")
-    return WeightForm("int4" if linear.bits == 4 else "int8", group_size)
+    bits = {linear.bits for linear, _ in pair}
+    if len(bits) == 1 and (kind := _KINDS.get(bits.pop())):
+        for group_size in (-1, fmt.gate_up.group_size, fmt.down.group_size):
+            if group_size != -1 and (group_size < 32 or group_size % 32):
+                continue
+            form = WeightForm(kind, group_size)
+            if all(form.group_columns(columns) == linear.group_size for linear, columns in pair):
+                return form
+    return WeightForm("bf16")
 
 
 def bank_bytes(pack: Pack, shape: ExpertShape) -> int:
@@ -127,6 +127,7 @@ class ResidentBank:
     def __init__(self, layers: Layers, kernels: Callable[[SlotLayout], Backend], device: torch.device) -> None:
         made: dict[tuple[int, WeightForm], Backend] = {}
         self._layers: list[tuple[Backend, Tensor, Tensor]] = []
+        self._layouts: list[SlotLayout] = []
         self.num_bytes = 0
         for layout, slots in layers:
             key = layout.slot_bytes, layout.form
@@ -134,6 +135,11 @@ class ResidentBank:
                 made[key] = kernels(layout)
             self._layers.append((made[key], slots, torch.arange(len(slots), dtype=torch.int32, device=device)))
             self.num_bytes += slots.numel()
+            self._layouts.append(layout)
+
+    def layer(self, place: int) -> tuple[SlotLayout, Tensor]:
+        """How a layer lies on the device, counting those with experts from 0, and its slots, one an expert."""
+        return self._layouts[place], self._layers[place][1]
 
     def unload(self) -> None:
         """Give the memory back; nothing can be computed after it."""

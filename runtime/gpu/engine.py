@@ -19,16 +19,22 @@ from runtime.decode.loop import Draft, Route
 from runtime.decode.sampling import Logits
 from runtime.engine import BaseEngine, checked_at_once
 from runtime.gpu.accelerator import SMALLER, Accelerator, Cuda
+from runtime.gpu.admission import ResidualSlots
 from runtime.gpu.bank import ResidentBank, pack_layers
 from runtime.gpu.draft import DeviceDraft
+from runtime.gpu.experts import RawExperts, SlotExperts
 from runtime.gpu.geometry import expert_shape
 from runtime.gpu.host_tier import Arena, ArenaCopies, HostCache, HostRecords, HostTier
 from runtime.gpu.model import DeviceModel
+from runtime.gpu.residual import RecordExperts, ResidualTools
+from runtime.gpu.residual_facts import ResidualFacts
 from runtime.gpu.shortage import shortage
 from runtime.gpu.slots import DevicePool
 from runtime.gpu.target import ROWS, BlockTarget, Exact, RowsTarget
 from runtime.kernels.dispatch import Backend, ExpertKernels
 from runtime.kernels.layout import SlotLayout
+from runtime.kernels.residual import ResidualPool
+from runtime.kernels.residual_experts import ResidualExperts
 from runtime.kernels.rows import Routing, RowKernels, RowOps
 from runtime.kernels.shape import Activation, ExpertShape, WeightForm
 from runtime.memory.cache import ExpertCache
@@ -54,11 +60,13 @@ class Toolkit:
         accelerator: the device.
         kernels: makes what computes layers of a layout, from a pool of so many slots, for up to so many tokens.
         rows: computes the dense part of decoding passes.
+        residual: what computes from residual records.
     """
 
     accelerator: Accelerator
     kernels: Callable[[SlotLayout, int, int], Backend]
     rows: RowOps
+    residual: ResidualTools
 
     @classmethod
     def cuda(cls, settings: RunSettings, graphs: bool = True) -> Toolkit:
@@ -67,7 +75,8 @@ class Toolkit:
         def kernels(layout: SlotLayout, num_slots: int, max_tokens: int) -> Backend:
             return ExpertKernels(layout, num_slots, max_tokens, settings.kernel_dispatch, settings.fused_kernel)
 
-        return cls(Cuda(graphs), kernels, RowKernels())
+        residual = ResidualTools(ResidualPool, lambda layout: ResidualExperts(layout, settings.fused_kernel))
+        return cls(Cuda(graphs), kernels, RowKernels(), residual)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +86,13 @@ class Parts:
     Attributes:
         model: the dense part, on the device.
         activation: of the experts.
-        bank: the draft's experts, None without speculation.
+        bank: the draft's experts; None where neither speculation nor records need them.
         store: sizes and names of the exact experts' records.
         tier: has them in this machine's memory.
         name: for the report.
         close: lets go of files, and of the device's memory where the model is this one run's.
         heat: how often each expert was used on a profile's texts, where the pack knows.
+        residual: which records are residual ones; None where all are raw.
     """
 
     model: DeviceModel
@@ -93,6 +103,7 @@ class Parts:
     name: str
     close: Callable[[], None]
     heat: Heat | None = None
+    residual: ResidualFacts | None = None
 
 
 def load_pack(
@@ -105,7 +116,7 @@ def load_pack(
     """Bring a pack's model to the device and its exact experts to this machine's memory.
 
     Args:
-        pack: of BF16 experts in raw records.
+        pack: of BF16 experts.
         settings: of the run.
         plan: says how many records the host keeps.
         toolkit: what computes.
@@ -122,8 +133,8 @@ def load_pack(
     names = pack.dense_names()
     with shortage(f"{format_size(plan.dense_bytes)} of device memory for the dense weights", _FREE):
         model = DeviceModel(pack.config_folder, pack.spec, pack.read_dense, names, device, capacity, toolkit.rows)
-    bank = None
-    if settings.speculate and settings.prefetch_window > 0:
+    bank, residual = None, ResidualFacts.of(pack)
+    if drafts(settings) or residual is not None:
         bank = make_bank(pack_layers(pack, shape, device, settings.direct_io), toolkit)
     store = RecordStore(pack.target_locations(), direct=settings.direct_io)
     try:
@@ -145,7 +156,12 @@ def load_pack(
         if bank is not None:
             bank.unload()
 
-    return Parts(model, activation, bank, store, tier, str(pack.folder), close, pack.heat)
+    return Parts(model, activation, bank, store, tier, str(pack.folder), close, pack.heat, residual)
+
+
+def drafts(settings: RunSettings) -> bool:
+    """Whether a run speculates."""
+    return settings.speculate and settings.prefetch_window > 0
 
 
 def make_bank(layers: Any, toolkit: Toolkit) -> ResidentBank:
@@ -207,16 +223,14 @@ class GpuEngine(BaseEngine):
         self._recording_s = 0.0
         accelerator, model, spec = toolkit.accelerator, parts.model, parts.model.spec
         shape = expert_shape(spec, parts.activation)
-        layout = SlotLayout(shape, WeightForm("bf16"))
         with ExitStack() as closing:
             closing.callback(parts.close)
             closing.callback(parts.tier.close)
             closing.callback(model.let_go)
-            self._pool = DevicePool(plan.num_slots, plan.slot_bytes, accelerator.device)
-            closing.callback(self._pool.release)
             with shortage("device memory for the KV cache and work space", SMALLER):
-                kernels = toolkit.kernels(layout, plan.num_slots, max(ROWS, min(BLOCK_TOKENS, model.capacity)))
-                self._warm_up(kernels, shape)
+                self._experts = slot_experts(parts, plan, toolkit, max(ROWS, min(BLOCK_TOKENS, model.capacity)))
+                closing.callback(self._experts.release)
+                self._warm_up(shape)
             policy = make_policy(
                 settings.eviction, heat=parts.heat, alpha=settings.alpha, beta=settings.beta, gamma=settings.gamma
             )
@@ -224,18 +238,18 @@ class GpuEngine(BaseEngine):
             copies = None
             if isinstance(parts.tier, Arena) and (parts.tier.pinned or not accelerator.needs_pinned):
                 copies = ArenaCopies(parts.tier, parts.store, accelerator)
-            self.cache = ExpertCache(records, self._pool, policy, settings.max_parallel_transfers, copies)
+            self.cache = ExpertCache(records, self._experts.pool, policy, settings.max_parallel_transfers, copies)
             closing.callback(self._close_cache)
             accelerator.meanwhile = None if copies is None else self.cache.poll
             self.stats = DecodeStats(self.cache.stats)
             trace = self.stats.trace if keep_trace else None
-            exact = Exact(accelerator, model, self.cache, self._pool, kernels, trace)
+            exact = Exact(accelerator, model, self.cache, self._experts, trace)
             closing.callback(accelerator.let_go)
             self._rows = RowsTarget(exact)
             closing.callback(self._rows.close)
             self._blocks = BlockTarget(exact)
             self._draft = None
-            if parts.bank is not None:
+            if parts.bank is not None and drafts(settings):
                 self._draft = DeviceDraft(accelerator, model, parts.bank, settings.prefetch_window)
                 closing.callback(self._draft.close)
             self._host_stats = parts.tier.stats
@@ -246,7 +260,7 @@ class GpuEngine(BaseEngine):
                     "dense": model.dense_bytes,
                     "draft": 0 if parts.bank is None else parts.bank.num_bytes,
                     "kv": model.kv.allocated_bytes,
-                    "expert_cache": self._pool.whole.numel(),
+                    "expert_cache": self._experts.num_bytes,
                 },
                 "host_memory_pinned": parts.tier.pinned,
             }
@@ -263,19 +277,21 @@ class GpuEngine(BaseEngine):
             hold.wait()
         self.cache.stats.forget()
 
-    def _warm_up(self, kernels: Backend, shape: ExpertShape) -> None:
+    def _warm_up(self, shape: ExpertShape) -> None:
         """Run every kernel once with nothing to do and reserve the KV cache, so that recording only records."""
         accelerator, parts = self._toolkit.accelerator, self._parts
-        device = accelerator.device
+        device, places = accelerator.device, range(len(parts.model.spec.moe_layers))
         idle = _Idle(shape.top_k, device)
         absent = torch.full((shape.num_experts,), -1, dtype=torch.int32, device=device)
         with accelerator.active():
+            self._experts.warm_up()
             pairs = torch.zeros(ROWS, shape.top_k, shape.hidden_size, dtype=torch.float32, device=device)
             for told in (None, pairs):
-                call = _idle_call(ROWS, shape, device)
-                kernels.run(self._pool.whole, absent, *call, pairs=told, resume=told is not None)
-            if parts.bank is not None:
-                for place in range(len(parts.model.spec.moe_layers)):
+                for place in places:
+                    call = _idle_call(ROWS, shape, device)
+                    self._experts.run(place, absent, *call, pairs=told, resume=told is not None)
+            if parts.bank is not None and drafts(self.settings):
+                for place in places:
                     parts.bank.run(place, *_idle_call(1, shape, device))
             for rows in (ROWS, 1):
                 inputs = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -347,6 +363,31 @@ class GpuEngine(BaseEngine):
     def _close_cache(self) -> None:
         self._toolkit.accelerator.meanwhile = None
         self.cache.close()
+
+
+def slot_experts(parts: Parts, plan: MemoryPlan, toolkit: Toolkit, max_tokens: int) -> SlotExperts:
+    """The slots of a run, and what computes from the records that come to them.
+
+    Raises:
+        PlanError: the device has not the memory that was planned for.
+    """
+    accelerator, record_bytes = toolkit.accelerator, plan.slot_bytes - plan.directory_bytes
+    if parts.residual is None:
+        pool = DevicePool(plan.num_slots, record_bytes, accelerator.device)
+        layout = SlotLayout(expert_shape(parts.model.spec, parts.activation), WeightForm("bf16"))
+        return RawExperts(pool, toolkit.kernels(layout, plan.num_slots, max_tokens), accelerator)
+    assert parts.bank is not None
+    slots = ResidualSlots(plan.num_slots, record_bytes, accelerator.device)
+
+    def plain(layout: SlotLayout, num_slots: int) -> Backend:
+        return toolkit.kernels(layout, num_slots, max_tokens)
+
+    made = (parts.bank, parts.residual, parts.store, toolkit.residual, plain, accelerator)
+    with shortage(
+        f"device memory for the directories of {plan.num_slots} slots and to decode a prompt's experts to",
+        "make the expert cache smaller (--expert-cache), or free the GPU's memory",
+    ):
+        return RecordExperts(slots, *made)
 
 
 class _Idle:

@@ -13,10 +13,14 @@ import torch
 from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
 from runtime.errors import InputError, PlanError
-from runtime.gpu.bank import bank_bytes
-from runtime.gpu.engine import BLOCK_TOKENS, plan_activation
+from runtime.gpu.bank import bank_bytes, bank_form
+from runtime.gpu.engine import BLOCK_TOKENS, drafts, plan_activation
 from runtime.gpu.geometry import expert_shape
+from runtime.gpu.residual_facts import ResidualFacts, directory_bytes, scratch_bytes
 from runtime.gpu.target import ROWS
+from runtime.kernels import residual_plan
+from runtime.kernels.device import Gpu
+from runtime.kernels.layout import SlotLayout
 from runtime.kernels.shape import ExpertShape
 from runtime.memory.machine import available_memory_bytes
 from runtime.memory.plan import MemoryPlan, make_plan
@@ -45,36 +49,47 @@ def plan_gpu(
         PlanError: it does not fit; the message names what would.
         InputError, ShapeError: a model or a setting that a run on a GPU does not take.
     """
-    shape = refuse(pack, settings)
+    shape, residual = refuse(pack, settings), ResidualFacts.of(pack)
     config = json.loads((pack.config_folder / "config.json").read_text(encoding="utf-8"))
-    drafting = settings.speculate and settings.prefetch_window > 0
     return make_gpu_plan(
         pack.spec,
         config,
         settings,
         dense_bytes=2 * sum(math.prod(pack.dense_info(name).shape) for name in pack.dense_names()),
-        draft_bytes=bank_bytes(pack, shape) if drafting else 0,
+        draft_bytes=bank_bytes(pack, shape) if drafts(settings) or residual is not None else 0,
         slot_bytes=pack.target_slot_bytes,
+        beside=None if residual is None else Beside.of(shape, residual),
         device_bytes=device_bytes,
         host_bytes=host_bytes,
     )
 
 
-def refuse(pack: Pack, settings: RunSettings) -> ExpertShape:
+def refuse(pack: Pack, settings: RunSettings, gpu: Gpu | None = None) -> ExpertShape:
     """Keep away from what a run on a GPU does not compute.
+
+    Args:
+        pack: an opened pack.
+        settings: of the run.
+        gpu: where it is to run; None leaves out what depends on that.
 
     Returns:
         The geometry of the layers of experts.
 
     Raises:
-        InputError: weights that are not BF16, another arithmetic, records that lean on drafts, kernels of another
-            layout, or a model with another activation or attention than those of a run on a GPU.
+        InputError: weights that are not BF16, another arithmetic, residual records beside other drafts than INT4 or on
+            an older GPU, kernels of another layout, or a model with another activation or attention than those of a
+            run on a GPU.
         ShapeError: sizes that the kernels cannot compute.
     """
+    residual = ResidualFacts.of(pack)
     checks = (
         (pack.spec.dtype == "BF16", "experts in BF16", f"{pack.spec.dtype} in {pack.folder}"),
         (settings.dtype in ("auto", "bfloat16"), "--dtype auto or bfloat16", settings.dtype),
-        (not pack.leans_on_draft, "a pack with raw records", f"residual records in {pack.folder}"),
+        (
+            residual is None or gpu is None or gpu.capability >= residual_plan.CAPABILITY,
+            "raw records, or compute capability 9.0 or newer for residual ones,",
+            f"residual records in {pack.folder}{'' if gpu is None else f', {gpu.name}'}",
+        ),
         (
             settings.fused_kernel.experts_per_block <= 1,
             "a fused_kernel with experts_per_block of 0 or 1, as experts come and go one by one",
@@ -86,7 +101,32 @@ def refuse(pack: Pack, settings: RunSettings) -> ExpertShape:
             raise InputError(
                 expected=f"{expected} for a run on a GPU", found=found, mend="change that, or run with --device cpu"
             )
-    return expert_shape(pack.spec, plan_activation(pack))
+    shape = expert_shape(pack.spec, plan_activation(pack))
+    if residual is not None and gpu is not None:
+        for layer_id in sorted({layer_id for layer_id, _ in residual.payload_bytes}):
+            layout = SlotLayout(shape, bank_form(pack.draft_format(layer_id), pack.spec))
+            residual_plan.plan(layout, ROWS, settings.fused_kernel, gpu.smem_per_block_bytes)
+    return shape
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Beside:
+    """What residual records take of the device beside their own bytes.
+
+    Attributes:
+        directory_bytes: for each slot.
+        scratch_bytes: BF16 slots that a prompt's experts are decoded to.
+        kernel_sets: kernels that keep sorted rows: another set where some records are raw.
+    """
+
+    directory_bytes: int
+    scratch_bytes: int
+    kernel_sets: int = 1
+
+    @classmethod
+    def of(cls, shape: ExpertShape, facts: ResidualFacts) -> Beside:
+        """For layers of a geometry."""
+        return cls(directory_bytes(shape), scratch_bytes(shape), 1 if facts.all_residual else 2)
 
 
 def make_gpu_plan(
@@ -97,38 +137,48 @@ def make_gpu_plan(
     dense_bytes: int,
     draft_bytes: int,
     slot_bytes: int,
+    beside: Beside | None = None,
     device_bytes: int | None = None,
     host_bytes: int | None = None,
 ) -> MemoryPlan:
     """The plan of a model that is known by its sizes.
+
+    Args:
+        spec, config: of the model.
+        settings: of the run.
+        dense_bytes, draft_bytes: as in `MemoryPlan`.
+        slot_bytes: the largest record.
+        beside: what residual records take besides; None for raw ones.
+        device_bytes, host_bytes: memory to plan with; None asks the machine.
 
     Raises:
         PlanError: it does not fit.
     """
     context = min(settings.context, context_limit(config))
     available = torch.cuda.mem_get_info()[0] if device_bytes is None else device_bytes
+    directory = 0 if beside is None else beside.directory_bytes
     plan = make_plan(
         dense_bytes=dense_bytes,
         draft_bytes=draft_bytes,
         kv_bytes_per_token=bytes_per_token(SimpleNamespace(**config), torch.bfloat16),
         context_tokens=context,
-        slot_bytes=slot_bytes,
+        slot_bytes=slot_bytes + directory,
         num_experts_total=spec.num_records,
         top_k=spec.top_k,
         num_moe_layers=len(spec.moe_layers),
         cache_size=settings.expert_cache_size,
         max_parallel_transfers=settings.max_parallel_transfers,
         available_bytes=available,
-        workspace_bytes=workspace_bytes(spec, config, context),
+        workspace_bytes=workspace_bytes(spec, config, context, beside),
         default_share=_SLOT_SHARE,
     )
     host = available_memory_bytes() if host_bytes is None else host_bytes
     slots = _host_slots(settings.host_cache_size, spec.num_records, slot_bytes, host)
-    return dataclasses.replace(plan, host_slots=slots, host_available_bytes=host)
+    return dataclasses.replace(plan, host_slots=slots, host_available_bytes=host, directory_bytes=directory)
 
 
-def workspace_bytes(spec: MoeSpec, config: dict[str, Any], context_tokens: int) -> int:
-    """Device memory beside weights, slots and KV: sorted rows of a prompt's block, activations, attention, logits."""
+def workspace_bytes(spec: MoeSpec, config: dict[str, Any], context_tokens: int, beside: Beside | None = None) -> int:
+    """Device memory beside weights, slots and KV: a prompt's sorted rows, activations, attention, logits, scratch."""
     block = min(BLOCK_TOKENS, context_tokens)
     pairs, hidden = block * spec.top_k, spec.hidden_size
     sorted_rows = pairs * (2 * hidden + 2 * spec.moe_intermediate_size + 4 * hidden)
@@ -136,6 +186,8 @@ def workspace_bytes(spec: MoeSpec, config: dict[str, Any], context_tokens: int) 
     widest = max(int(config.get(name) or 0) for name in ("intermediate_size", "shared_expert_intermediate_size"))
     activations = 2 * block * (8 * hidden + 3 * widest)
     logits = ROWS * int(config["vocab_size"]) * 6
+    if beside is not None:
+        sorted_rows = sorted_rows * beside.kernel_sets + beside.scratch_bytes
     return sorted_rows + waves + activations + logits + _attention_bytes(config, block, context_tokens) + _LIBRARY_BYTES
 
 

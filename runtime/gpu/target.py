@@ -11,9 +11,9 @@ from torch import Tensor
 
 from runtime.decode.sampling import Scores
 from runtime.gpu.accelerator import Accelerator, Bring, Mark, Run
+from runtime.gpu.experts import SlotExperts
 from runtime.gpu.model import DeviceModel
-from runtime.gpu.slots import DevicePool, SlotTable
-from runtime.kernels.dispatch import Backend
+from runtime.gpu.slots import SlotTable
 from runtime.kernels.rows import Routing
 from runtime.memory.cache import ExpertCache
 from runtime.memory.location import ExpertKey
@@ -41,16 +41,14 @@ class Exact:
         accelerator: where it computes.
         model: the dense part.
         cache: the exact experts.
-        pool: its slots.
-        kernels: compute layers from the pool.
+        experts: compute layers from its slots.
         trace: is given every demand: a row's experts of a layer, or a block's.
     """
 
     accelerator: Accelerator
     model: DeviceModel
     cache: ExpertCache
-    pool: DevicePool
-    kernels: Backend
+    experts: SlotExperts
     trace: list[list[ExpertKey]] | None = None
 
 
@@ -64,8 +62,8 @@ class RowsTarget:
 
     def __init__(self, exact: Exact) -> None:
         accelerator, spec, device = exact.accelerator, exact.model.spec, exact.accelerator.device
-        self._accelerator, self._model, self._cache, self._pool = accelerator, exact.model, exact.cache, exact.pool
-        self._kernels, self._trace = exact.kernels, exact.trace
+        self._accelerator, self._model, self._cache = accelerator, exact.model, exact.cache
+        self._experts, self._trace = exact.experts, exact.trace
         self._layers, places = spec.moe_layers, len(spec.moe_layers)
         self._inputs_host = accelerator.host((2, ROWS), torch.int64)
         self._inputs_seen = accelerator.seen(self._inputs_host)
@@ -100,7 +98,7 @@ class RowsTarget:
         try:
             with self._accelerator.active():
                 here.run(lambda place: self._bring(place, here))
-                self._accelerator.mark().wait()
+                self._experts.settle()
         finally:
             self._let_go()
         routes = self._routes()
@@ -142,10 +140,9 @@ class RowsTarget:
         return out
 
     def _launch(self, place: int, hidden: Tensor, out: Tensor) -> None:
-        table = self._table.device[place]
-        self._kernels.run(
-            self._pool.whole,
-            table,
+        self._experts.run(
+            place,
+            self._table.device[place],
             hidden,
             self._chosen[place],
             self._weights[place],
@@ -179,10 +176,11 @@ class RowsTarget:
             return False
         keys, slots = spec.expert_keys(), self._cache.resident_slots()
         with self._accelerator.active():
+            self._experts.admit(slots)
             for place, layer_id in enumerate(self._layers):
                 self._table.write(place, {key: slots[key] for key in keys if key[0] == layer_id})
                 self._table.upload(place)
-            self._accelerator.mark().wait()
+            self._experts.settle()
         self._whole = True
         return True
 
@@ -192,18 +190,22 @@ class RowsTarget:
         layer_id = self._layers[place]
         chosen = self._chosen_host[place, : self._live].flatten().tolist()
         keys = list(dict.fromkeys((layer_id, expert_id) for expert_id in chosen))
-        *waves, last = _batches(keys, self._pool.num_slots)
+        *waves, last = _batches(keys, self._experts.pool.num_slots)
         for wave in waves:  # more experts than slots: parts of them after one another
             with self._cache.hold(wave) as hold:
                 self._part(place, hold.wait(), here)
         self._held = self._cache.hold(last)
         if not self._held.complete and (slots := self._held.here()):
             self._part(place, slots, here)
-        self._table.write(place, self._held.wait())
+        self._write(place, self._held.wait())
+
+    def _write(self, place: int, slots: dict[ExpertKey, int]) -> None:
+        self._experts.admit(slots)
+        self._table.write(place, slots)
 
     def _part(self, place: int, slots: dict[ExpertKey, int], here: _Pass) -> None:
         """Compute what is here of a layer, and wait for it; its sums stay in `pairs`."""
-        self._table.write(place, slots)
+        self._write(place, slots)
         self._table.upload(place)
         self._launch(place, *here.calls[place])
         self._accelerator.mark().wait()
@@ -240,13 +242,8 @@ class BlockTarget:
 
     def __init__(self, exact: Exact) -> None:
         spec = exact.model.spec
-        self._accelerator, self._model, self._cache, self._pool = (
-            exact.accelerator,
-            exact.model,
-            exact.cache,
-            exact.pool,
-        )
-        self._kernels, self._trace = exact.kernels, exact.trace
+        self._accelerator, self._model, self._cache = exact.accelerator, exact.model, exact.cache
+        self._experts, self._trace = exact.experts, exact.trace
         self._layers = spec.moe_layers
         self._table = SlotTable(exact.accelerator, spec.moe_layers, spec.num_experts)
         self._open: list[tuple[Hold, Mark]] = []
@@ -260,7 +257,7 @@ class BlockTarget:
         try:
             with self._accelerator.active():
                 self._model.block(torch.tensor(list(tokens), device=self._accelerator.device), start, self)
-                self._accelerator.mark().wait()
+                self._experts.settle()
         finally:
             for hold, _ in self._open:
                 hold.close()
@@ -273,7 +270,7 @@ class BlockTarget:
         keys = [(layer_id, expert_id) for expert_id in torch.unique(chosen).tolist()]
         if self._trace is not None:
             self._trace.append(keys)
-        waves = _batches(keys, max(1, self._pool.num_slots // 2))  # while one computes, the next one comes
+        waves = _batches(keys, max(1, self._experts.pool.num_slots // 2))  # while one computes, the next one comes
         out = torch.empty_like(hidden)
         pairs = None
         if len(waves) > 1:
@@ -282,10 +279,12 @@ class BlockTarget:
             self._make_room(len(wave))
             hold = self._cache.hold(wave)
             try:
-                self._table.write(place, hold.wait())
+                slots = hold.wait()
+                self._experts.admit(slots)
+                self._table.write(place, slots)
                 self._table.upload(place)
-                self._kernels.run(
-                    self._pool.whole,
+                self._experts.run(
+                    place,
                     self._table.device[place],
                     hidden,
                     chosen,
@@ -303,7 +302,7 @@ class BlockTarget:
 
     def _make_room(self, count: int) -> None:
         """Let go what is computed, all but the newest wave where there are slots for both."""
-        keep = 1 if 2 * count <= self._pool.num_slots else 0
+        keep = 1 if 2 * count <= self._experts.pool.num_slots else 0
         while len(self._open) > keep:
             hold, mark = self._open.pop(0)
             mark.wait()

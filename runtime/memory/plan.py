@@ -22,7 +22,7 @@ class MemoryPlan:
         draft_bytes: the INT4 experts, 0 where neither speculation nor the target records need them.
         kv_bytes: the KV cache at its longest.
         cache_bytes: num_slots * slot_bytes.
-        slot_bytes: one target expert, the largest record.
+        slot_bytes: one target expert, the largest record, and its directory.
         num_experts: routed experts of all layers.
         total_expert_bytes: slots for all of them.
         minimum_cache_bytes: one slot; correct and slow.
@@ -32,6 +32,7 @@ class MemoryPlan:
         workspace_bytes: activations and the kernels' own memory, on a GPU; an estimate.
         host_slots: exact experts that the host keeps in memory for the GPU; 0 on a CPU.
         host_available_bytes: what the host could give.
+        directory_bytes: of a slot, what a GPU keeps beside a residual record to find its parts.
     """
 
     dense_bytes: int
@@ -49,6 +50,7 @@ class MemoryPlan:
     workspace_bytes: int = 0
     host_slots: int = 0
     host_available_bytes: int = 0
+    directory_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -58,7 +60,7 @@ class MemoryPlan:
     @property
     def host_bytes(self) -> int:
         """What the host keeps for the GPU."""
-        return self.host_slots * self.slot_bytes
+        return self.host_slots * (self.slot_bytes - self.directory_bytes)
 
     def lines(self) -> list[tuple[str, str]]:
         """(what, how much) for printing."""
@@ -83,7 +85,10 @@ class MemoryPlan:
             ("expert cache, minimum", format_size(self.minimum_cache_bytes)),
             ("expert cache, recommended", f"{format_size(self.recommended_cache_bytes)} or more"),
             *(host if gpu else []),
-            ("all target experts, on disk", format_size(self.total_expert_bytes)),
+            (
+                "all target experts, on disk",
+                format_size(self.total_expert_bytes - self.num_experts * self.directory_bytes),
+            ),
             (
                 "total in GPU memory" if gpu else "total in memory",
                 f"{format_size(self.total_bytes)} of {format_size(self.available_bytes)} available",

@@ -8,20 +8,23 @@ from typing import Any
 import pytest
 import torch
 
+from moespeq_cli.app import main
 from moespeq_cli.bench import offload
 from moespeq_cli.bench import offload_tables as tables
+from moespeq_cli.bench.command import _encodings
 from moespeq_cli.bench.offload_compare import Comparison
 from moespeq_cli.bench.offload_compare import routing as routing_of
 from moespeq_cli.bench.offload_kernels import TOKEN_ORDER
 from moespeq_cli.bench.synthetic.models import make_config
-from moespeq_cli.bench.synthetic.parts import build_parts
+from moespeq_cli.bench.synthetic.parts import _residual, build_encodings
 from runtime.config import RunSettings
 from runtime.errors import InputError
 from runtime.gpu.engine import Parts
+from runtime.gpu.geometry import expert_shape
 from runtime.gpu.host_tier import Arena
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.reference import dequantize
-from tests.gpu.stand_in import TorchKernels, toolkit
+from tests.gpu.stand_in import HostPool, TorchKernels, toolkit
 
 SMALL: dict[str, Any] = {
     "vocab_size": 4200, "hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128,
@@ -32,14 +35,19 @@ SETTINGS = RunSettings(device="cuda", context=96, prefetch_window=6, governor="f
 
 
 @pytest.fixture(scope="module")
-def parts() -> Parts:
-    return build_parts(make_config("qwen1.5-moe", 2, **SMALL), toolkit(), 96)
+def made() -> dict[str, Parts]:
+    return build_encodings(make_config("qwen1.5-moe", 2, **SMALL), toolkit(), 96, residual=True)
 
 
-def sweep_of(parts: Parts, repeats: int = 1, **changes: Any) -> offload.Sweep:
+@pytest.fixture(scope="module")
+def parts(made: dict[str, Parts]) -> Parts:
+    return made["raw"]
+
+
+def sweep_of(parts: Parts, repeats: int = 1, residual: Parts | None = None, **changes: Any) -> offload.Sweep:
     prompts = offload.make_prompts(2, 12, 3, 4096)
     settings = dataclasses.replace(SETTINGS, **changes)
-    return offload.Sweep(parts, settings, prompts, 6, repeats, lambda graphs: toolkit(), 10**10)
+    return offload.Sweep(parts, settings, prompts, 6, repeats, lambda graphs: toolkit(), 10**10, residual)
 
 
 def test_built_draft_is_the_rounded_target(parts: Parts) -> None:
@@ -107,6 +115,60 @@ def test_another_text_is_said_of_a_way_that_may_give_one(parts: Parts, monkeypat
     assert [row["same_text"] for row in rows] == [True, False] and comparison.as_json()["ways"] == 1
 
 
+def test_residual_records_beside_raw_ones(made: dict[str, Parts]) -> None:
+    """The same text out of the same memory, with more experts in slots and fewer bytes for each."""
+    sweep = sweep_of(made["raw"], residual=made["residual"])
+    memory = f"{100 * sweep.draft_bytes / sweep.expert_bytes + 40:.0f}%"
+    ways = offload.modes(["raw", "residual"])
+    assert [way.encoding for way in ways[-3:]] == ["raw", "residual", "residual"]
+    rows = Comparison().run(sweep, [memory], [ways[0], *ways[-3:]], lambda row: None)
+    sm, raw, plain, residual = rows
+    assert [row["encoding"] for row in rows] == ["raw", "raw", "residual", "residual"]
+    records = sweep.records()
+    slot = records["record_bytes"] + records["directory_bytes"]
+    assert raw["num_slots"] < residual["num_slots"] == plain["num_slots"]
+    assert residual["planned_bytes"] - plain["planned_bytes"] == 0
+    for row in (plain, residual):
+        reads = row["expert_cache"]["demand_reads"] + row["expert_cache"]["prefetch_reads"]
+        assert row["expert_cache"]["read_bytes"] <= reads * records["record_bytes"]
+        total = sm["num_slots"] * made["raw"].store.max_record_bytes
+        assert total - slot < row["num_slots"] * slot + sweep.draft_bytes <= total + slot
+    assert 8.4 < records["bits_per_weight"] < 11 and records["raw_records"] == 0
+    assert records["bits_per_weight"] == pytest.approx(8 * mean_record(made["residual"]) / (3 * 128 * 128))
+
+
+def mean_record(parts: Parts) -> float:
+    assert parts.residual is not None
+    lengths = parts.residual.payload_bytes.values()
+    return sum(lengths) / len(lengths)
+
+
+def test_built_records_decode_to_the_raw_ones(made: dict[str, Parts]) -> None:
+    raw, residual = made["raw"].tier, made["residual"].tier
+    bank, facts = made["residual"].bank, made["residual"].residual
+    assert isinstance(raw, Arena) and isinstance(residual, Arena) and bank is not None and facts is not None
+    for (layer_id, expert_id), length in list(facts.payload_bytes.items())[::5]:
+        layout, codes = bank.layer(layer_id)
+        pool = HostPool.of(layout, residual.record((layer_id, expert_id))[None], codes)
+        faults = torch.zeros(1, dtype=torch.int32)
+        pool.admit(torch.zeros(1, dtype=torch.int32), torch.tensor([expert_id]), torch.tensor([length]), faults)
+        assert not faults.any() and torch.equal(pool.weights(0, expert_id), raw.record((layer_id, expert_id)))
+
+
+def test_a_record_that_is_no_shorter_is_raw(made: dict[str, Parts]) -> None:
+    raw = made["raw"]
+    exact = SlotLayout(expert_shape(raw.model.spec, raw.activation), offload_form())
+    key, records = (1, 2), {}
+    for other in raw.model.spec.expert_keys():
+        longer = other == key
+        records[other] = torch.ones(exact.payload_bytes if longer else 70_000, dtype=torch.uint8)
+    parts = _residual(raw, records, exact)
+    assert parts.residual is not None and set(parts.residual.payload_bytes) == set(raw.model.spec.expert_keys()) - {key}
+    assert parts.store.max_record_bytes == parts.store.record_bytes(key) == exact.slot_bytes
+    assert isinstance(parts.tier, Arena) and isinstance(raw.tier, Arena)
+    assert torch.equal(parts.tier.record(key)[: exact.payload_bytes], raw.tier.record(key)[: exact.payload_bytes])
+
+
 def test_memory_below_the_draft_is_refused(parts: Parts) -> None:
     with pytest.raises(InputError, match="what the draft takes"):
         sweep_of(parts).settings(offload.modes()[-1], "5%")
@@ -161,3 +223,11 @@ def test_routing_figures_of_known_rows() -> None:
 def test_prompts_are_the_same_every_time() -> None:
     assert offload.make_prompts(2, 5, 3, 100) == offload.make_prompts(2, 5, 3, 100)
     assert torch.tensor(offload.make_prompts(3, 50, 3, 100)).min() >= 3
+
+
+def test_encodings_are_named_apart_or_together_and_others_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _encodings(None) == ["raw"]
+    assert _encodings(["raw,residual", "raw"]) == _encodings(["raw", "residual"]) == ["raw", "residual"]
+    with pytest.raises(SystemExit):
+        main(["bench", "decode", "--geometry", "qwen1.5-moe", "--encoding", "zip"])
+    assert "--encoding of raw, residual; found 'zip'" in capsys.readouterr().err

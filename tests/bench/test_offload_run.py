@@ -82,6 +82,17 @@ def test_other_families_give_one_text_in_every_way(geometry: str, monkeypatch: p
         assert row["planned_bytes"] < DEVICE_BYTES
 
 
+def test_residual_records_go_through_the_same_parts(tmp_path: Path) -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2}
+    asked: dict[str, Any] = {"encodings": ["residual"], "windows": [3], "verifies": [2]}
+    result = measure("qwen1.5-moe", [], sizes, disk=tmp_path, **asked)
+    rows = [*result["windows"], *result["disk"]]
+    assert [row["encoding"] for row in rows] == ["residual"] * 4
+    assert result["compared"]["ways"] == 4 and result["residual"]["bits_per_weight"] < 12
+    assert all(row["disk_bytes_per_token"] > 0 for row in result["disk"][1:])
+    assert not list(tmp_path.iterdir())
+
+
 def test_sharing_saves_what_was_held_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned and measured, step by step, on a model whose parts are counted here from its configuration."""
     sizes: dict[str, Any] = NARROW["qwen1.5-moe"] | {"num_experts": 8, "num_experts_per_tok": 2}
@@ -139,12 +150,11 @@ def test_records_come_back_from_the_disk_as_they_were(tmp_path: Path) -> None:
     sizes = {"num_experts": 8, "num_experts_per_tok": 2}
     parts = build_parts(make_config("qwen1.5-moe", 2, **NARROW["qwen1.5-moe"] | sizes), toolkit(), 16)
     assert isinstance(parts.tier, Arena)
-    keys, size = parts.model.spec.expert_keys(), parts.store.max_record_bytes
-    with records_on_disk(parts.tier, keys, size, tmp_path) as store:
+    with records_on_disk(parts, tmp_path) as store:
         buffer = torch.zeros(store.max_record_bytes, dtype=torch.uint8)
-        for key in keys:
-            store.read_into(key, memoryview(buffer.numpy()))  # which compares the sum
-            assert torch.equal(buffer[:size], parts.tier.record(key)[:size])
+        for key in parts.model.spec.expert_keys():
+            size = store.read_into(key, memoryview(buffer.numpy()))  # which compares the sum
+            assert size == parts.store.record_bytes(key) and torch.equal(buffer[:size], parts.tier.record(key)[:size])
     assert not list(tmp_path.iterdir())
 
 
@@ -154,10 +164,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     parts = build_parts(make_config("qwen1.5-moe", 1, **NARROW["qwen1.5-moe"] | {"num_experts": 8}), toolkit(), 16)
     assert isinstance(parts.tier, Arena)
     monkeypatch.setattr("shutil.disk_usage", lambda place: type("Usage", (), {"free": 1000})())
-    with (
-        pytest.raises(StorageError, match="for the experts") as refused,
-        records_on_disk(parts.tier, parts.model.spec.expert_keys(), parts.store.max_record_bytes, tmp_path / "new"),
-    ):
+    with pytest.raises(StorageError, match="for the experts") as refused, records_on_disk(parts, tmp_path / "new"):
         pass
     assert refused.value.mend and not list((tmp_path / "new").iterdir())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -9,14 +10,23 @@ import torch
 from torch import Tensor
 
 from runtime.artifacts.pack import Pack
+from runtime.artifacts.record import DraftFormat, DraftRecord, LinearFormat, target_layout
+from runtime.artifacts.residual import ResidualEncoding
 from runtime.config import RunSettings
+from runtime.errors import ArtifactError
 from runtime.gpu.accelerator import DeviceMemory, Forward, Mark, Run, plain
 from runtime.gpu.engine import GpuEngine, Toolkit, load_pack
 from runtime.gpu.plan import plan_gpu
+from runtime.gpu.residual import ResidualTools
+from runtime.kernels.dequant import plain_layout
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.reference import activate_torch, dequantize
+from runtime.kernels.residual import ResidualPool
+from runtime.kernels.residual_experts import RawSlots
 from runtime.kernels.rows_reference import TorchRows
+from runtime.kernels.tuning import INVARIANT_TOKENS
 from runtime.memory.transfer import Landing
+from runtime.model.families import MoeSpec
 
 
 class Now:
@@ -139,8 +149,119 @@ class TorchKernels:
         return gate_up_rows[0].float(), down_rows[0].float()
 
 
-def toolkit(made: list[TorchKernels] | None = None, needs_pinned: bool = False) -> Toolkit:
-    """A toolkit on the processor; the kernels that it makes are added to `made`, the bank's before the target's.
+class HostPool(ResidualPool):
+    """See `ResidualPool`: the reference decoder; a record is used only with the bytes that it was admitted with."""
+
+    def admit(self, slots: Tensor, bank_slots: Tensor, payload_bytes: Tensor, faults: Tensor) -> None:
+        triples = zip(slots.tolist(), bank_slots.tolist(), payload_bytes.tolist(), strict=True)
+        for number, (slot, bank_slot, size) in enumerate(triples):
+            self.directory[slot, :8].view(torch.int64)[0] = size
+            self.directory[slot, 8:40] = _bytes(_digest(self.records[slot]))
+            faults[number] += self._exact(slot, bank_slot) is None
+
+    def weights(self, slot: int, bank_slot: int) -> Tensor:
+        """The BF16 slot of an expert whose record is admitted; one with faults means nothing."""
+        assert torch.equal(self.directory[slot, 8:40], _bytes(_digest(self.records[slot]))), "not admitted"
+        exact = self._exact(slot, bank_slot)
+        return torch.zeros(plain_layout(self.layout).slot_bytes, dtype=torch.uint8) if exact is None else exact
+
+    def decode(self, slot_of: Tensor, bank_slot_of: Tensor, active: Tensor, num_active: Tensor, out: Tensor) -> None:
+        for expert in active[: int(num_active)].tolist():
+            if slot_of[expert] >= 0 and bank_slot_of[expert] >= 0:
+                out[expert] = self.weights(int(slot_of[expert]), int(bank_slot_of[expert]))
+
+    def _exact(self, slot: int, bank_slot: int) -> Tensor | None:
+        """None where the record has faults."""
+        size = int(self.directory[slot, :8].view(torch.int64))
+        key = _digest(self.records[slot]), _digest(self.bank[bank_slot]), size
+        if key not in _decoded:
+            try:
+                _decoded[key] = self._decode(slot, bank_slot, size)
+            except ArtifactError:
+                _decoded[key] = None
+        return _decoded[key]
+
+    def _decode(self, slot: int, bank_slot: int, size: int) -> Tensor:
+        shape = self.layout.shape
+        spec = MoeSpec(
+            "mixtral", 1, (0,), shape.num_experts, shape.top_k, shape.hidden_size, shape.moe_intermediate_size, "BF16",
+            shape.has_bias, 0,
+        )  # fmt: skip
+        codes = dict(
+            zip(("gate_up", "down"), self.layout.unpack_codes(self.bank[bank_slot : bank_slot + 1]), strict=False)
+        )
+        tensors, linears = {}, []
+        for name, linear in codes.items():
+            rows, scales = linear.codes[0], linear.scales[0]
+            linears.append(LinearFormat(4, rows.shape[1] // scales.shape[1]))
+            tensors[f"{name}.codes"] = rows[:, 0::2] | rows[:, 1::2] << 4
+            tensors[f"{name}.scales"] = scales
+            tensors[f"{name}.zeros"] = torch.full(scales.shape, 8, dtype=torch.uint8)
+        layout = DraftFormat(*linears).layout(spec)
+        draft = DraftRecord(layout, layout.fill(tensors))
+        exact = ResidualEncoding().decode(self.records[slot], size, target_layout(spec), draft)
+        return plain_layout(self.layout).pack_bf16(exact["gate_up"][None], exact["down"][None])[0]
+
+
+_decoded: dict[tuple[bytes, bytes, int], Tensor | None] = {}  # by digests of record and codes, and length
+
+
+def _digest(data: Tensor) -> bytes:
+    return hashlib.sha256(data.numpy().data).digest()
+
+
+def _bytes(digest: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+
+
+class TorchResidual:
+    """See `ResidualExperts`: decode all that are here, and the BF16 stand-in.
+
+    Attributes:
+        calls: (rows, experts that were there as residual and as raw records) of each call.
+    """
+
+    def __init__(self, layout: SlotLayout) -> None:
+        self.layout = layout
+        self._plain = TorchKernels(plain_layout(layout), INVARIANT_TOKENS)
+        self.calls: list[tuple[int, int, int]] = []
+
+    def run(
+        self,
+        pool: ResidualPool,
+        slot_of: Tensor,
+        bank_slot_of: Tensor,
+        x: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        out: Tensor,
+        *,
+        raw: RawSlots | None = None,
+        pairs: Tensor | None = None,
+        resume: bool = False,
+    ) -> None:
+        assert isinstance(pool, HostPool) and pool.layout.form == self.layout.form
+        wanted = set(top_k_index.flatten().tolist())
+        slots = plain_layout(self.layout).new_pool(len(slot_of) + (0 if raw is None else len(raw.pool)), "cpu")
+        here = [expert for expert in wanted if slot_of[expert] >= 0]
+        for expert in here:
+            slots[expert] = pool.weights(int(slot_of[expert]), int(bank_slot_of[expert]))
+        own = torch.where(slot_of >= 0, torch.arange(len(slot_of), dtype=torch.int32), -1)
+        if raw is not None:
+            assert bool(((slot_of < 0) | (raw.slot_of < 0)).all())
+            slots[len(slot_of) :] = raw.pool
+            own = torch.where(raw.slot_of >= 0, raw.slot_of + len(slot_of), own)
+        self.calls.append((len(x), len(here), sum(raw is not None and bool(raw.slot_of[e] >= 0) for e in wanted)))
+        self._plain.run(slots, own.int(), x, top_k_index, top_k_weights, out, pairs=pairs, resume=resume)
+
+
+def toolkit(
+    made: list[TorchKernels] | None = None, needs_pinned: bool = False, records: list[TorchResidual] | None = None
+) -> Toolkit:
+    """A toolkit on the processor.
+
+    The kernels that it makes are added to `made`, the bank's before the target's, and those of residual records to
+    `records`.
 
     With `needs_pinned` it is as if the driver had refused to pin the arena.
     """
@@ -151,7 +272,13 @@ def toolkit(made: list[TorchKernels] | None = None, needs_pinned: bool = False) 
             made.append(one)
         return one
 
-    return Toolkit(Processor(needs_pinned), kernels, TorchRows())
+    def residual(layout: SlotLayout) -> TorchResidual:
+        one = TorchResidual(layout)
+        if records is not None:
+            records.append(one)
+        return one
+
+    return Toolkit(Processor(needs_pinned), kernels, TorchRows(), ResidualTools(HostPool, residual))
 
 
 def open_gpu(
@@ -160,7 +287,8 @@ def open_gpu(
     keep_trace: bool = False,
     made: list[TorchKernels] | None = None,
     needs_pinned: bool = False,
+    records: list[TorchResidual] | None = None,
 ) -> GpuEngine:
     """The GPU's engine on the processor, as if with 8 GB of memory of its own."""
-    plan, tools = plan_gpu(pack, settings, device_bytes=8 * 10**9), toolkit(made, needs_pinned)
+    plan, tools = plan_gpu(pack, settings, device_bytes=8 * 10**9), toolkit(made, needs_pinned, records)
     return GpuEngine(load_pack(pack, settings, plan, tools), settings, plan, tools, keep_trace)

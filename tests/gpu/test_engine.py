@@ -249,7 +249,7 @@ def test_a_closed_engine_has_given_its_memory_back(pack_of: PackOf, changes: dic
             tier: Any = parts.tier
             bank = [] if parts.bank is None else [slots for _, slots, _ in parts.bank._layers]
             kv = [layer.keys for layer in parts.model.kv.layers]
-            large = [*parts.model.model.parameters(), *kv, *bank, engine._pool.whole, tier._pool.tensor(0)]
+            large = [*parts.model.model.parameters(), *kv, *bank, engine._experts.pool.whole, tier._pool.tensor(0)]
             left = [weakref.ref(tensor) for tensor in large if tensor is not None]
             assert len(left) > 20
             del large, bank, kv

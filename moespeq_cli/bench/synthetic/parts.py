@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,19 @@ import torch
 from torch import Tensor
 
 from moespeq_cli.bench.synthetic.architecture import Architecture, Role, TensorSpec
+from moespeq_cli.bench.synthetic.residual import ResidualEncoder
 from moespeq_cli.bench.synthetic.tensors import TensorMaker
+from runtime.artifacts.record import align_up
 from runtime.gpu.engine import Parts, Toolkit, make_bank
 from runtime.gpu.geometry import expert_shape
 from runtime.gpu.host_tier import Arena, PinnedPool
 from runtime.gpu.model import DeviceModel
+from runtime.gpu.residual_facts import ResidualFacts
 from runtime.gpu.shortage import shortage
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.reference import quantize
 from runtime.kernels.shape import Activation, WeightForm
+from runtime.kernels.units import Codes
 from runtime.memory.location import ExpertKey, name_of
 from runtime.model.families import MoeSpec
 
@@ -45,14 +50,19 @@ def spec_of(architecture: Architecture) -> MoeSpec:
 
 
 class MadeRecords:
-    """Sizes and names of records that were never on a disk."""
+    """Sizes and names of records that were never on a disk.
 
-    def __init__(self, slot_bytes: int) -> None:
-        self.max_record_bytes = slot_bytes
+    Args:
+        slot_bytes: of the largest.
+        sizes: of each; None where all are alike.
+    """
+
+    def __init__(self, slot_bytes: int, sizes: Mapping[ExpertKey, int] | None = None) -> None:
+        self.max_record_bytes, self._sizes = slot_bytes, sizes
 
     def record_bytes(self, key: ExpertKey) -> int:
-        """All alike."""
-        return self.max_record_bytes
+        """Padding included."""
+        return self.max_record_bytes if self._sizes is None else self._sizes[key]
 
     def describe(self, key: ExpertKey) -> str:
         """Layer and expert."""
@@ -62,6 +72,18 @@ class MadeRecords:
 def build_parts(
     config: Any, toolkit: Toolkit, context: int, seed: int = 0, advance: Callable[[], None] = lambda: None
 ) -> Parts:
+    """`build_encodings` with raw records alone."""
+    return build_encodings(config, toolkit, context, seed, advance)["raw"]
+
+
+def build_encodings(
+    config: Any,
+    toolkit: Toolkit,
+    context: int,
+    seed: int = 0,
+    advance: Callable[[], None] = lambda: None,
+    residual: bool = False,
+) -> dict[str, Parts]:
     """Build a model straight into memory.
 
     Args:
@@ -70,6 +92,10 @@ def build_parts(
         context: tokens of the KV cache.
         seed: of the weights.
         advance: called after each layer's experts.
+        residual: whether to make residual records too.
+
+    Returns:
+        The model by the encoding of its exact experts, `raw` and as asked for `residual`: one dense part and one draft.
 
     Raises:
         PlanError: the host has not the memory for the exact experts, or the device for the others.
@@ -94,6 +120,8 @@ def build_parts(
     exact = SlotLayout(shape, WeightForm("bf16"))
     pool = PinnedPool(spec.num_records, exact.slot_bytes)
     slots = {key: slot for slot, key in enumerate(spec.expert_keys())}
+    encoder = ResidualEncoder(SlotLayout(shape, DRAFT_FORM), device) if residual else None
+    records: dict[ExpertKey, Tensor] = {}
 
     def layers() -> Iterator[tuple[SlotLayout, Tensor]]:
         layout = SlotLayout(shape, DRAFT_FORM)
@@ -107,11 +135,15 @@ def build_parts(
                     pool.tensor(slots[layer_id, expert_id]).copy_(record)
                 codes = quantize(gate_up, DRAFT_FORM), quantize(down, DRAFT_FORM)
                 layout.pack_codes(*codes, out=bank[first : first + len(experts)])
+                if encoder is not None:
+                    for i, expert_id in enumerate(experts):
+                        one = [Codes(linear.codes[i : i + 1], linear.scales[i : i + 1]) for linear in codes]
+                        records[layer_id, expert_id] = encoder.encode(*made[i], *one).cpu()
             advance()
             yield layout, bank
 
     bank = make_bank(layers(), toolkit)
-    return Parts(
+    raw = Parts(
         model,
         Activation.silu,
         bank,
@@ -119,6 +151,28 @@ def build_parts(
         Arena(pool, slots),
         f"{spec.model_type}, built",
         lambda: None,
+    )
+    return {"raw": raw, "residual": _residual(raw, records, exact)} if residual else {"raw": raw}
+
+
+def _residual(raw: Parts, records: dict[ExpertKey, Tensor], exact: SlotLayout) -> Parts:
+    """The same model with residual records, which are moved; those that are no shorter stay as they are, `raw`."""
+    spec, arena = raw.model.spec, raw.tier
+    assert isinstance(arena, Arena)
+    lengths = {key: record.numel() for key, record in records.items() if record.numel() < exact.payload_bytes}
+    sizes = {key: align_up(lengths.get(key, exact.payload_bytes)) for key in spec.expert_keys()}
+    pool = PinnedPool(spec.num_records, max(sizes.values()))
+    slots = {key: slot for slot, key in enumerate(sizes)}
+    for key, slot in slots.items():
+        record = records.pop(key)
+        payload = record if key in lengths else arena.record(key)
+        pool.tensor(slot)[: payload.numel()].copy_(payload)
+    return dataclasses.replace(
+        raw,
+        store=MadeRecords(max(sizes.values()), sizes),
+        tier=Arena(pool, slots),
+        name=f"{raw.name}, residual records",
+        residual=ResidualFacts(lengths, spec),
     )
 
 

@@ -1,0 +1,109 @@
+"""Residual records that have arrived in slots are admitted: checked on the device, without a wait for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from runtime.gpu.accelerator import Accelerator
+from runtime.gpu.slots import DevicePool
+from runtime.kernels.residual import ResidualPool
+from runtime.memory.location import ExpertKey
+
+_BATCH = 64  # records of one launch
+_LAUNCHES = 128  # whose numbers are kept until a wait
+
+Arrived = tuple[ExpertKey, int]
+"""An expert and its slot."""
+
+
+class ResidualSlots(DevicePool):
+    """Slots that know whether what lies in them was admitted.
+
+    Attributes:
+        admitted: by slot.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device) -> None:
+        super().__init__(num_slots, slot_bytes, device)
+        self.admitted = [False] * num_slots
+
+    def buffer(self, slot: int) -> Tensor:
+        """The slot's memory, for a record that is about to come; it may be a reader's thread that asks."""
+        self.admitted[slot] = False
+        return super().buffer(slot)
+
+
+class Admission:
+    """Queues the checks of records and keeps what they find until somebody waits for the device anyway.
+
+    Args:
+        accelerator: where.
+        slots: of the records.
+    """
+
+    def __init__(self, accelerator: Accelerator, slots: ResidualSlots) -> None:
+        self._accelerator, self._slots = accelerator, slots
+        most = max(slots.num_slots, _BATCH)
+        self._pending: list[Arrived] = []  # in the order of their faults
+        self._faults = torch.zeros(most, dtype=torch.int32, device=accelerator.device)
+        self._faults_host = accelerator.host((most,), torch.int32)
+        # a row for each launch: lengths, then slots and slots of the bank in halves
+        host = accelerator.host((_LAUNCHES, 2 * _BATCH), torch.int64)
+        self._lengths = host.numpy()[:, :_BATCH]
+        self._numbers = host.view(torch.int32).numpy()[:, 2 * _BATCH :].reshape(_LAUNCHES, 2, _BATCH)
+        self._host, self._seen = host, accelerator.seen(host)
+        self._device = torch.zeros_like(host, device=accelerator.device)
+        self._launches = 0  # since the last wait
+
+    def queue(self, pool: ResidualPool, arrived: Sequence[Arrived], payload_bytes: Mapping[ExpertKey, int]) -> None:
+        """Check some records of one layer; slots of the bank are its experts.
+
+        Args:
+            pool: the layer's.
+            arrived: not admitted yet, as many as there is room for.
+            payload_bytes: of each record.
+        """
+        for first in range(0, len(arrived), _BATCH):
+            some = arrived[first : first + _BATCH]
+            row, count, begin = self._launches, len(some), len(self._pending)
+            self._launches += 1
+            self._pending.extend(some)
+            self._lengths[row, :count] = [payload_bytes[key] for key, _ in some]
+            self._numbers[row, 0, :count] = [slot for _, slot in some]
+            self._numbers[row, 1, :count] = [expert_id for (_, expert_id), _ in some]
+            device = self._device[row]
+            self._accelerator.fetch(device, self._seen[row])
+            halves, faults = device[_BATCH:].view(torch.int32), self._faults[begin : begin + count]
+            pool.admit(halves[:count], halves[_BATCH : _BATCH + count], device[:count], faults)
+            for _, slot in some:
+                self._slots.admitted[slot] = True
+
+    def has_room(self, count: int) -> bool:
+        """Whether so many records of a layer can be queued before `settle`."""
+        launches = self._launches + -(-count // _BATCH)
+        return len(self._pending) + count <= len(self._faults) and launches <= _LAUNCHES
+
+    def settle(self) -> list[tuple[ExpertKey, int]]:
+        """Wait for all that is queued on the device.
+
+        Returns:
+            Records with faults that were queued since the last time, and how many of their blocks have one; they count
+            as not admitted again.
+        """
+        count = len(self._pending)
+        if count:
+            self._faults_host[:count].copy_(self._faults[:count], non_blocking=True)
+        self._accelerator.mark().wait()
+        faulty = []
+        for (key, slot), blocks in zip(self._pending, self._faults_host[:count].tolist(), strict=True):
+            if blocks:
+                self._slots.admitted[slot] = False
+                faulty.append((key, blocks))
+        if faulty:
+            self._faults.zero_()
+        self._pending.clear()
+        self._launches = 0
+        return faulty
