@@ -26,9 +26,9 @@
 
 typedef __nv_bfloat16 bf16;
 
-__device__ __forceinline__ uint4 load_weights(const void* p) {  // read once
+__device__ __forceinline__ uint4 load_weights(const void* p) {  // in whole lines
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  asm volatile("ld.global.nc.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
 

@@ -195,6 +195,11 @@ class BaseEngine(ABC):
             self._warm_rows = [[key] for key in hottest(heat, self.plan.num_slots)]
             self.announce(self._warm_rows)
 
+    @property
+    def complete(self) -> bool:
+        """The loop's experts: whether all are resident."""
+        return self.cache.num_resident == self.spec.num_records
+
     def missing_bytes(self, keys: Sequence[ExpertKey]) -> int:
         """The loop's experts: bytes of those that are not resident."""
         return self.cache.missing_bytes(keys)

@@ -12,6 +12,7 @@ from runtime.errors import InputError
 GOVERNORS = ("fixed", "threshold", "roofline")
 _SMOOTHING = 0.1  # weight of the newest measurement
 _PRIOR_ACCEPTANCE = 0.9
+_FORGETTING = 0.01  # a round without proposals takes what is known of them so much nearer to the prior
 
 
 class Measured:
@@ -51,6 +52,11 @@ class Measured:
             hit = 1.0 if place < accepted else 0.0
             self._acceptance[place] += _SMOOTHING * (hit - self._acceptance[place])
 
+    def idle(self) -> None:
+        """A round had no proposals: what earlier ones showed holds a little less, so that they are tried again."""
+        for place, known in enumerate(self._acceptance):
+            self._acceptance[place] = known + _FORGETTING * (_PRIOR_ACCEPTANCE - known)
+
     def acceptance(self, place: int) -> float:
         """Probability that the proposal at this place is right where all before it were."""
         if place < len(self._acceptance):
@@ -87,6 +93,9 @@ class Governor(Protocol):
     def choose(self, situation: Situation) -> int:
         """A number from 0 to `situation.most`."""
 
+    def depth(self, measured: Measured) -> int:
+        """Proposals worth drafting where every expert is in a slot: their routing brings nothing."""
+
     def observe(self, tried: int, accepted: int) -> None:
         """How the verification went."""
 
@@ -102,6 +111,10 @@ class Fixed:
     def choose(self, situation: Situation) -> int:
         """The verify window, or what there is."""
         return min(self._window, situation.most)
+
+    def depth(self, measured: Measured) -> int:
+        """The verify window."""
+        return self._window
 
     def observe(self, tried: int, accepted: int) -> None:
         """Nothing is learnt."""
@@ -120,6 +133,10 @@ class Threshold:
     def choose(self, situation: Situation) -> int:
         """The current number, or what there is."""
         return min(self._window, situation.most)
+
+    def depth(self, measured: Measured) -> int:
+        """The current number."""
+        return self._window
 
     def observe(self, tried: int, accepted: int) -> None:
         """Move the number by one."""
@@ -155,6 +172,17 @@ class Roofline:
             if rate > best_rate * (1 + 1e-9):
                 best, best_rate = j, rate
         return best
+
+    def depth(self, measured: Measured) -> int:
+        """The number with the most expected tokens a second, 0 included, when each costs a step of the draft."""
+        if measured.draft_s == 0 or measured.pass_s(1) == 0:
+            return self._most
+        rates, expected, chain = [1 / measured.pass_s(1)], 1.0, 1.0
+        for j in range(1, self._most + 1):
+            chain *= measured.acceptance(j - 1)
+            expected += chain
+            rates.append(expected / (measured.pass_s(j + 1) + j * measured.draft_s))
+        return rates.index(max(rates))
 
     def observe(self, tried: int, accepted: int) -> None:
         """`Measured` keeps what it needs."""

@@ -67,6 +67,10 @@ class Target(Protocol):
 class Experts(Protocol):
     """The part of the expert cache that decoding talks to."""
 
+    @property
+    def complete(self) -> bool:
+        """Whether every expert of the model is in a slot."""
+
     def announce(
         self, upcoming: Sequence[Sequence[ExpertKey]], fetch_rows: int | None = None, *, pass_rows: int = 1
     ) -> None:
@@ -165,7 +169,10 @@ class SpeculativeLoop:
         """Draft until the tail is full, ends the text, or reaches the last token wanted."""
         if self._draft is None:
             return
-        missing = min(settings.prefetch_window, left) - len(tail.proposals)
+        window = min(settings.prefetch_window, left)
+        if self._experts.complete:  # a tail announces nothing then
+            window = min(window, self._governor.depth(self._measured))
+        missing = window - len(tail.proposals)
         token = tail.proposals[-1].token if tail.proposals else tokens[-1]
         if missing <= 0 or (tail.proposals and token in settings.stop_ids):
             return
@@ -210,7 +217,10 @@ class SpeculativeLoop:
                 break
         right = len(decided) - (not agreed)
         accepted = min(right, j)
-        self._measured.judged(min(len(decided), drafted), right)
+        if drafted:
+            self._measured.judged(min(len(decided), drafted), right)
+        else:
+            self._measured.idle()
         self._governor.observe(j, accepted)
         self._stats.round_done(j, accepted)
         return decided

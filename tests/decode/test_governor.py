@@ -118,3 +118,24 @@ def test_rows_beyond_those_computed_at_once_cost_another_pass() -> None:
     assert make_governor("roofline", 12).choose(situation(12, measured=measured)) == 7
     measured.computed(16, 2.0)
     assert measured.pass_s(8) == pytest.approx(1.0)
+
+
+def test_drafts_what_pays_where_nothing_is_missing() -> None:
+    """A step as dear as a row of the target never pays; a cheap one does, as far as proposals are right."""
+    governor = make_governor("roofline", 4)
+    assert governor.depth(timed(1e-3, 1e-3, 8, 8)) == 0
+    right = Measured(rows_at_once=8)
+    right.computed(1, 1e-3)
+    right.drafted(1e-4)
+    for _ in range(40):
+        right.judged(8, 8)
+    assert governor.depth(right) == 4
+    for _ in range(60):
+        right.judged(8, 0)
+    assert governor.depth(right) == 0
+    for _ in range(300):
+        right.idle()
+    assert governor.depth(right) > 0, "tried again after a while"
+    assert governor.depth(Measured()) == 4
+    assert make_governor("fixed", 3).depth(Measured()) == 3
+    assert make_governor("threshold", 3).depth(Measured()) == 1

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runtime.decode.governor import Situation
+from runtime.decode.governor import Measured, Situation
 from runtime.decode.loop import LoopSettings, Route, SpeculativeLoop, StepwiseDraft
 from runtime.decode.sampling import Chooser, SamplingSettings
 from runtime.memory.location import ExpertKey
@@ -114,6 +114,8 @@ class World:
     ) -> None:
         self.announced = [list(row) for row in upcoming], fetch_rows, pass_rows
 
+    complete = False
+
     def missing_bytes(self, keys: Sequence[ExpertKey]) -> int:
         assert len(set(keys)) == len(keys)
         return len(keys)
@@ -133,6 +135,9 @@ class Script:
         assert bytes_by_j == sorted(bytes_by_j)
         self.chosen.append(min(self.numbers[len(self.chosen) % len(self.numbers)], situation.most))
         return self.chosen[-1]
+
+    def depth(self, measured: Measured) -> int:
+        return self.numbers[len(self.chosen) % len(self.numbers)]
 
     def observe(self, tried: int, accepted: int) -> None:
         self.seen.append((tried, accepted))
@@ -167,6 +172,7 @@ def run(world: World, script: Script, window: int, stop: frozenset[int] = frozen
     wanted=st.integers(0, 40),
     prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4),
     fetch_rows=st.sampled_from([None, 0, 2]),
+    complete=st.booleans(),
 )
 def test_any_draft_window_and_governor_give_the_targets_own_text(
     seed: int,
@@ -177,10 +183,12 @@ def test_any_draft_window_and_governor_give_the_targets_own_text(
     wanted: int,
     prompt: list[int],
     fetch_rows: int | None,
+    complete: bool,
 ) -> None:
     target = rule(seed)
     draft = mixed(target, rule(seed + 1), agreement, seed)
     world, script = World(target, draft, prompt, wanted, fetch_rows), Script(numbers)
+    world.complete = complete
     tokens, stats = run(world, script, window, stop, drafting=window > 0)
     given_out = list(tokens)
     assert given_out == greedy(target, prompt, wanted, stop)
@@ -200,6 +208,16 @@ def test_any_draft_window_and_governor_give_the_targets_own_text(
     if agreement == 1 and window and given_out:
         assert stats.as_json()["acceptance"] == (1.0 if known else None)
         assert all(accepted == tried for tried, accepted in script.seen)
+
+
+@pytest.mark.parametrize(("complete", "steps"), [(False, 12), (True, 3)])
+def test_drafts_no_further_than_it_verifies_where_nothing_is_missing(complete: bool, steps: int) -> None:
+    target = rule(1)
+    world = World(target, target, [1], 12, None)
+    world.complete = complete
+    tokens, _ = run(world, Script([3]), window=12)
+    next(tokens)
+    assert world.steps == steps
 
 
 def _agreed(text: tuple[int, ...], position: int) -> int:
