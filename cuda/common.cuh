@@ -107,6 +107,30 @@ __device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) {
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
   return d;
 }
+// (a & mask) ^ bits in one instruction, if mask and bits are not both constants
+__device__ __forceinline__ u32 and_xor(u32 a, u32 mask, u32 bits) {
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
+  return d;
+}
+// The lower half of {high, low} >> n, n up to 32
+__device__ __forceinline__ u32 shift_pair(u32 low, u32 high, u32 n) {
+  u32 d;
+  asm("shf.r.clamp.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(low), "r"(high), "r"(n));
+  return d;
+}
+// c + the products of the four bytes of a and b
+__device__ __forceinline__ u32 dot_bytes(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+// a * b + c, which is not on the pipe of shifts and masks
+__device__ __forceinline__ u32 multiply_add(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
 // a - b on two BF16 values; exact for the integers used here. sm_80 has no BF16 subtraction: a * 1 + (-b).
 __device__ __forceinline__ u32 sub_bf16x2(u32 a, u32 b) {
   u32 d;
@@ -149,6 +173,9 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 __device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void barrier_expect_more(u32 barrier, u32 bytes) {   // in this phase, which an arrival still keeps open
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive_expect(u32 barrier, u32 bytes) {   // both at once
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(barrier), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ bool elect_lane() {   // true in one lane; all lanes of the warp must ask
   u32 one;

@@ -104,7 +104,8 @@ template <class AFTER> __device__ __forceinline__ void multiply_codes(u32 unit, 
 #pragma unroll
       for (int j = 0; j < 4; j++) {
 #if FORM == INT4
-        a[j] = sub_bf16x2(and_or(word[step] >> (4 * j), 0x000f000fu, 0x43004300u), 0x43084308u);
+        // as bits of BF16 a nibble is its number times 2^-133, or 2^-129: codes less 8 times 2^-6 in row r, 2^-2 in row r + 8
+        a[j] = fma_bf16x2((j / 2 ? word[step] >> 8 : word[step]) & (j % 2 ? 0x00f000f0u : 0x000f000fu), 0x7f007f00u, j % 2 ? 0xc000c000u : 0xbe00be00u);
 #else
         a[j] = sub_bf16x2(int8_low(word[2 * step + j % 2], j / 2), int8_base(word[2 * step + j % 2], j / 2));
 #endif
@@ -112,7 +113,7 @@ template <class AFTER> __device__ __forceinline__ void multiply_codes(u32 unit, 
       mma(sum[step % 2], a[0], a[1], a[2], a[3], b[2 * step], b[2 * step + 1]);
       if (step % 2) after(step / 2);
     }
-    const float s0 = f16_to_f32(scales & 0xffffu), s1 = f16_to_f32(scales >> 16);
+    const float s0 = f16_to_f32(scales & 0xffffu) * (FORM == INT4 ? 64.f : 1.f), s1 = f16_to_f32(scales >> 16) * (FORM == INT4 ? 4.f : 1.f);
     acc[0] = fmaf(sum[0][0] + sum[1][0], s0, acc[0]), acc[1] = fmaf(sum[0][1] + sum[1][1], s0, acc[1]);
     acc[2] = fmaf(sum[0][2] + sum[1][2], s1, acc[2]), acc[3] = fmaf(sum[0][3] + sum[1][3], s1, acc[3]);
   }

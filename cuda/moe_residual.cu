@@ -12,14 +12,14 @@
 // Numerics   as moe_small.cu in BF16, with its TEAM and PARTS: the same operands in the same order of sums
 // Reference  moe_small.cu in BF16
 //
-// Warps have roles as in moe_codes.cu. The compute warps form four quads, each with a ring of STAGES stages of 4 neighbouring units, which
-// the producer fills in order: codes, low bytes, directory and nibbles by a bulk copy each. Unit u of a tile belongs to member
-// TEAM - 1 - u % TEAM of its sums (part PARTS - 1 - u % PARTS in phase 2), which is where moe_small.cu adds it. So of 8 members one quad has
-// the even stages of a tile and another the odd ones, and up to 4 members are one quad; each warp has a unit of a stage.
-//   Phase 1, gate and up: tile n of the block goes to quads in turn; a finisher adds the members' sums.
-//   Phase 2, down: entry i of the list goes to quads in turn; the parts are added when the 16 rows are over.
+// Warps have roles as in moe_codes.cu. The compute warps form groups of 8, or of 4 where that is enough for a tile. The producer copies blocks of
+// records, up to 8 units of 16 rows with their codes and directory, one after the other into one ring of bytes, each as long as it is, and
+// puts a note of each into the fifo of the group that takes it. It gives bytes back in the order in which it took them. Unit u of a tile belongs
+// to member TEAM - 1 - u % TEAM of its sums (part PARTS - 1 - u % PARTS in phase 2), which is where moe_small.cu adds it.
+//   Phase 1, gate and up: tile n of the block goes to groups in turn; a finisher adds the members' sums.
+//   Phase 2, down: entry i of the list goes to groups in turn; the parts are added when the 16 rows are over.
 // The tokens of a warp's next unit are loaded into registers as soon as those of this one leave them.
-// A unit that the directory marks, or whose nibbles find no room in the stage, is rebuilt weight by weight from global memory.
+// A unit that the directory marks is rebuilt weight by weight from global memory.
 #define FORM 0         // the bank's
 #define RECORDS 1
 #include "expert_layer.cuh"
@@ -29,69 +29,63 @@
 #define TEAM 8         // members of a tile's sums, and
 #define PARTS 4        // parts of down's: powers of two up to 8, as in moe_small.cu
 #endif
-#ifndef STAGES
-#define STAGES 3       // of a quad
-#endif
-#ifndef NIBBLE_ROOM
-#define NIBBLE_ROOM 2112   // bytes of a stage: for half of its codes zero
+#ifndef RING_BYTES
+#define RING_BYTES 196608
 #endif
 #define COMPUTE 16
 #define FINISHERS 2
+#define LOOK 2         // tiles whose directory is read ahead of their copies
+#define DEPTH 6        // notes of a fifo
 #define MOST_CLAIM 4
 #define UNIT_K 128
 #define UNIT_BYTES (CODE_BYTES + 32 * SCALE_SETS)
-#define STAGE_UNITS 4
-#define LOW_AT (STAGE_UNITS * UNIT_BYTES)
-#define DIRECTORY_AT (LOW_AT + STAGE_UNITS * 2048)
-#define NIBBLES_AT (DIRECTORY_AT + STAGE_UNITS * DIRECTORY_BYTES)
-#define STAGE_BYTES (NIBBLES_AT + NIBBLE_ROOM)
+#define STAGE_UNITS BLOCK_UNITS
 #define UNITS1 ((HIDDEN + UNIT_K - 1) / UNIT_K)
 #define UNITS2 ((INTER + UNIT_K - 1) / UNIT_K)
 #define ALL1 (TILES1 * UNITS1)
 #define ALL (ALL1 + TILES2 * UNITS2)
 #define STAGES1 ((UNITS1 + STAGE_UNITS - 1) / STAGE_UNITS)     // of a tile
 #define STAGES2 ((UNITS2 + STAGE_UNITS - 1) / STAGE_UNITS)
+#define MOST_STAGES (STAGES1 > STAGES2 ? STAGES1 : STAGES2)
 #define B_REGS 16
-#define QUADS 4
-#define QUADS1 (TEAM > 4 ? 2 : 1)                              // quads of a tile
-#define QUADS2 (PARTS > 4 ? 2 : 1)
-#define GROUPS1 (QUADS / QUADS1)                               // of quads, that take tiles in turn
-#define GROUPS2 (QUADS / QUADS2)
+#define GROUP1 (TEAM > 4 ? 8 : 4)                              // warps that share a tile
+#define GROUP2 (PARTS > 4 ? 8 : 4)
+#define GROUPS1 (COMPUTE / GROUP1)
+#define GROUPS2 (COMPUTE / GROUP2)
 #define WARPS (COMPUTE + 1 + FINISHERS)
 #define THREADS (WARPS * 32)
 #define LISTERS (THREADS - COMPUTE * 32)
 #define PRODUCER COMPUTE
 #define RED_BUFFERS 2
 
-#define RINGS (QUADS * STAGES)
+#define FIFOS (GROUPS1 + GROUPS2)
+#define SLOTS (FIFOS * DEPTH)
 #define SUMS (GROUPS1 * RED_BUFFERS)
-#define OFF_CHOICES (RINGS * STAGE_BYTES)                               // uint4 [256]
+#define OFF_CHOICES RING_BYTES                                          // uint4 [256]
 #define OFF_RED (OFF_CHOICES + CHOICES_BYTES)                           // f32x4 [GROUPS1][RED_BUFFERS][TEAM][32]
 #define OFF_PART (OFF_RED + SUMS * TEAM * 512)                          // f32 [PARTS][MAX_PAIRS][16]
-#define OFF_BARRIER (OFF_PART + PARTS * MAX_PAIRS * 64)                 // u64: full, empty [QUADS][STAGES]; red full, red empty [GROUPS1][RED_BUFFERS]
-#define NUM_BARRIERS (2 * RINGS + 2 * SUMS)
-#define OFF_NOTE (OFF_BARRIER + NUM_BARRIERS * 8)                       // Note [QUADS][STAGES]
-#define OFF_RED_NOTE (OFF_NOTE + RINGS * 16)                            // int2 [GROUPS1][RED_BUFFERS]: entry (-1: the end), tile
-#define OFF_SOURCE (OFF_RED_NOTE + SUMS * 8)                            // u32 [MAX_ACTIVE][COLUMNS]: where a column's h begins in the buffer
+#define OFF_NOTE (OFF_PART + PARTS * MAX_PAIRS * 64)                    // Note [SLOTS]
+#define OFF_ENTRIES (OFF_NOTE + SLOTS * 16)                             // uint4 [LOOK][MOST_STAGES][2]: first and last unit of a block
+#define OFF_BARRIER (OFF_ENTRIES + LOOK * MOST_STAGES * 32)             // u64: full, empty [SLOTS]; red full, red empty [SUMS]
+#define NUM_BARRIERS (2 * SLOTS + 2 * SUMS)
+#define OFF_RED_NOTE (OFF_BARRIER + NUM_BARRIERS * 8)                   // int2 [SUMS]: entry (-1: the end), tile
+#define OFF_SOURCE (OFF_RED_NOTE + SUMS * 8)                            // u32 [MAX_ACTIVE][COLUMNS]
 #define OFF_LISTS (OFF_SOURCE + MAX_ACTIVE * COLUMNS * 4)
 #include "few_tokens.cuh"
 
-static_assert(FORM == INT4 && STAGE_BYTES % 16 == 0 && BLOCK_UNITS % STAGE_UNITS == 0, "a stage lies in one block of a record");
+#define MOST_STAGE_BYTES (STAGE_UNITS * (UNIT_BYTES + DIRECTORY_BYTES + 2048 + 1024) + 64)   // all codes zero, and the block's own table
+static_assert(FORM == INT4 && RING_BYTES % 16 == 0 && RING_BYTES >= MOST_STAGE_BYTES, "any stage fits");
 static_assert(TEAM <= 8 && PARTS <= 8 && TEAM <= UNITS1 && PARTS <= UNITS2 && GROUPS1 % FINISHERS == 0, "members");
+static_assert(MOST_STAGES <= 16, "a lane has one entry");
 
 __device__ __forceinline__ u32* sources() { return (u32*)(smem + OFF_SOURCE); }
 struct Warp { int warp, lane; };
-
-// What lies in a stage; entry -1: of phase 2
-struct Note {
-  int entry, tile;
-  u32 nibbles;   // where its nibbles begin in the slot, in bytes
-  bool far;      // they are not in the stage
-};
+// What lies in a stage; entry -1: phase 1 is over
+struct Note { int entry, tile; u32 place; int count; };
 __device__ __forceinline__ Note read_note(u32 at) {
   const uint4 v = lds128(at);
   Note n;
-  n.entry = v.x, n.tile = v.y, n.nibbles = v.z, n.far = v.w;
+  n.entry = v.x, n.tile = v.y, n.place = v.z, n.count = v.w;
   return n;
 }
 
@@ -131,18 +125,23 @@ __device__ __forceinline__ void await_h(u32* r, const u16* at, int k) {
   }
 }
 
-// acc += unit k of a stage (16 rows x 128 columns) * tokens; after(i) is called when piece i of b is used for the last time
-template <class AFTER> __device__ __forceinline__ void multiply(const Args& args, u32 stage, int k, const Note& note, int record, u32 table, int lane, u32* b,
-                                                                float* acc, AFTER after) {
-  const u32 codes = stage + k * UNIT_BYTES, low = stage + LOW_AT + k * 2048 + lane * 16, in = stage + DIRECTORY_AT + k * DIRECTORY_BYTES;
+// acc += unit k of a stage (16 rows x 128 columns) * tokens; before() is called when b is needed, after(i) when piece i of it is used for the
+// last time
+template <class BEFORE, class AFTER> __device__ __forceinline__ void multiply(const Args& args, const Note& note, int k, int record, u32 table, int lane, u32* b,
+                                                                              float* acc, BEFORE before, AFTER after) {
+  const u32 codes = note.place + k * UNIT_BYTES, in = note.place + note.count * UNIT_BYTES + k * DIRECTORY_BYTES;
+  const u32 low = note.place + note.count * (UNIT_BYTES + DIRECTORY_BYTES) + k * 2048;
   const uint4 v = lds128(in + 64);
   const Entry entry = entry_of(v);
   u32 at = lds16(in + lane * 2);
-  if (by_weight(entry) || note.far) {
+  const u32 own = low + lane * 16;
+  before();
+  __syncwarp();
+  if (by_weight(entry)) {
     const u8* global = args.records + record * args.record_bytes + entry.low * 16ull;
 #pragma unroll 1
     for (int step = 0; step < 8; step++) {
-      const u32 from = low + step / 2 * 512 + step % 2 * 8;
+      const u32 from = own + step / 2 * 512 + step % 2 * 8;
       const u32 bytes[2] = {lds32(from), lds32(from + 4)};
       u32 a[4];
       rebuild_step_by_weight(lds32(codes + int4_byte(lane, step, 0, 0)), bytes, lds32(codes + CODE_BYTES + scale_byte(step * SCALE_SETS / 8, lane / 4, 0)), global, entry,
@@ -157,20 +156,18 @@ template <class AFTER> __device__ __forceinline__ void multiply(const Args& args
     for (int i = 0; i < 4; i++) after(i);
     return;
   }
-  at = (stage + NIBBLES_AT + (entry.low * 16 + nibble_bytes(entry) - note.nibbles)) * 8 + at * 4;
+  at = (low + nibble_bytes(entry)) * 8 + at * 4;
   Scales scales;
+  const u32 one = ((u32)args.num_tokens >> 31) + 1;   // which the compiler does not know
   uint4 words;
 #pragma unroll
   for (int i = 0; i < 4; i++) {   // two steps, 32 k
     if (i % 2 == 0) words = lds128(codes + i / 2 * 512 + lane * 16);
     if (i * SCALE_SETS % 4 == 0) scales = scales_of(lds32(codes + CODE_BYTES + scale_byte(i * SCALE_SETS / 4, lane / 4, 0)));
-    const uint4 bytes = lds128(low + i * 512);
-    const u32 first[2] = {bytes.x, bytes.y}, second[2] = {bytes.z, bytes.w};
-    u32 a[4];
-    rebuild_step(i % 2 ? words.z : words.x, first, scales, table, at, a);
+    u32 a[8];
+    rebuild_two(i % 2 ? words.z : words.x, i % 2 ? words.w : words.y, lds128(own + i * 512), scales, table, at, one, a);
     mma(acc, a[0], a[1], a[2], a[3], b[4 * i], b[4 * i + 1]);
-    rebuild_step(i % 2 ? words.w : words.y, second, scales, table, at, a);
-    mma(acc, a[0], a[1], a[2], a[3], b[4 * i + 2], b[4 * i + 3]);
+    mma(acc, a[4], a[5], a[6], a[7], b[4 * i + 2], b[4 * i + 3]);
     after(i);
   }
 }
@@ -205,77 +202,112 @@ struct Jobs {
 };
 
 __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 shared, u32 parity) {
-  const u32 full = shared + OFF_BARRIER, empty = full + RINGS * 8;
+  const u32 full = shared + OFF_BARRIER, empty = full + SLOTS * 8;
   const int num_active = count_active();
-  int filled = 0;                 // stages of the quad whose number this lane has
-  // Waits for a quad's next stage, notes what it is, and lets one lane copy
-  auto stage = [&](int quad, const Job& job, u32 nibbles, bool far, auto copies) {
-    const int n = __shfl_sync(~0u, filled, quad), slot = quad * STAGES + n % STAGES;
-    filled += me.lane == quad;
-    barrier_wait(empty + slot * 8, (n / STAGES & 1) ^ 1);   // a new barrier lets the first round pass
-    if (elect_lane()) {
-      sts128(shared + OFF_NOTE + slot * 16, job.down ? -1 : job.entry, job.tile, nibbles, far);
-      copies(shared + slot * STAGE_BYTES, full + slot * 8);
-      barrier_arrive(full + slot * 8);
-    }
-    __syncwarp();
+  // Stages that are out, the oldest first, in order of the ring; stage n is known to lane n % 32
+  u32 head = 0, tail = 0, write = 0;
+  u32 begin = 0, where = 0;       // this lane's stage: its first byte; slot and, in bit 16, the parity of its use
+  int filled = 0, gone = 0;       // stages of the fifo whose number this lane has
+  auto reclaim = [&]() {
+    const u32 w = __shfl_sync(~0u, where, tail % 32), slot = w & 0xffffu;
+    barrier_wait(empty + slot * 8, w >> 16);
+    gone += me.lane == (int)(slot / DEPTH);
+    tail++;
   };
-  auto copy = [](u32 to, const u8* from, u32 bytes, u32 barrier) {
-    if (bytes == 0) return;
-    barrier_expect_more(barrier, bytes);
-    copy_bulk(to, from, bytes, barrier);
+  // The next slot of a fifo
+  auto take = [&](int fifo) {
+    while (__shfl_sync(~0u, filled - gone, fifo) >= DEPTH) reclaim();
+    const int n = __shfl_sync(~0u, filled, fifo);
+    filled += me.lane == fifo;
+    return (u32)(fifo * DEPTH + n % DEPTH) | (u32)(n / DEPTH & 1) << 16;
+  };
+  auto reserve = [&](u32 bytes) {
+    while (true) {
+      if (head == tail) { write = 0; break; }
+      const u32 oldest = __shfl_sync(~0u, begin, tail % 32);
+      if (head - tail < 31) {
+        if (write > oldest) {
+          if (RING_BYTES - write >= bytes) break;
+          if (bytes < oldest) { write = 0; break; }
+        } else if (bytes < oldest - write) break;
+      }
+      reclaim();
+    }
   };
   auto directory_of = [&](const Job& job) {   // of the job's first unit
     const u64 units = (u64)active_records()[job.entry] * ALL + (job.down ? ALL1 + job.tile * UNITS2 : job.tile * UNITS1);
     return args.directory + units * DIRECTORY_BYTES;
   };
-  auto entry_from = [&](const Job& job, int first) {   // this lane's unit of the 32 from `first` on
-    const int u = first + me.lane;
-    return job.entry >= 0 && u < (job.down ? UNITS2 : UNITS1) ? load_read_only(directory_of(job) + u * DIRECTORY_BYTES + 64) : make_uint4(0, 0, 0, 0);
+  const u32 entries = shared + OFF_ENTRIES;
+  int pushed = 0, popped = 0, queued_entry = -1, queued_tile = 0;
+  bool queued_down = false;
+  auto push = [&](const Job& job) {
+    const int units = job.down ? UNITS2 : UNITS1, u = me.lane / 2 * STAGE_UNITS;
+    if (job.entry >= 0 && u < units)
+      copy_async(entries + (pushed % LOOK * MOST_STAGES * 2 + me.lane) * 16, directory_of(job) + (me.lane % 2 ? min(u + STAGE_UNITS, units) - 1 : u) * DIRECTORY_BYTES + 64);
+    copy_commit();
+    if (me.lane == pushed % LOOK) queued_entry = job.entry, queued_tile = job.tile, queued_down = job.down;
+    pushed++;
   };
   int turn = 0;                   // tiles of phase 1 so far
-  auto copy_tile = [&](const Job& job, uint4 words) {
-    const int units = job.down ? UNITS2 : UNITS1, quads = job.down ? QUADS2 : QUADS1;
+  auto copy_tile = [&](const Job& job, u32 at) {
+    const int units = job.down ? UNITS2 : UNITS1;
+    const int fifo = job.down ? GROUPS1 + job.entry % GROUPS2 : turn % GROUPS1;
+    turn += !job.down;
     const u8* codes = args.pool + (u64)active_list()[job.entry].x * SLOT_BYTES + (job.down ? DOWN_OFFSET : 0) + (u64)(job.tile * units) * UNIT_BYTES;
     const u8* record = args.records + active_records()[job.entry] * args.record_bytes;
     const u8* directory = directory_of(job);
 #pragma unroll 1
-    for (int first = 0; first < units; first += STAGE_UNITS) {
-      if (first % 32 == 0 && first) words = entry_from(job, first);
-      const Entry entry = entry_of(words);
-      const u32 from = entry.low * 16 + nibble_bytes(entry), to = from + nibble_words(entry) * 4;
-      const int count = min(STAGE_UNITS, units - first), lane = first % 32;
-      const u32 low = __shfl_sync(~0u, entry.low, lane);
-      const u32 nibbles = __shfl_sync(~0u, from, lane) & ~15u, bytes = ((__shfl_sync(~0u, to, lane + count - 1) + 15) & ~15u) - nibbles;
-      const bool far = bytes > NIBBLE_ROOM - 16;   // a window reaches 8 bytes beyond
-      const int group = job.down ? job.entry % GROUPS2 : turn % GROUPS1, q = first / STAGE_UNITS;
-      stage(group * quads + q % quads, job, nibbles, far, [&](u32 place, u32 barrier) {
-        copy(place, codes + first * UNIT_BYTES, count * UNIT_BYTES, barrier);
-        copy(place + LOW_AT, record + low * 16ull, count * 2048, barrier);
-        copy(place + DIRECTORY_AT, directory + first * DIRECTORY_BYTES, count * DIRECTORY_BYTES, barrier);
-        copy(place + NIBBLES_AT, record + nibbles, far ? 0 : bytes, barrier);
-      });
+    for (int first = 0; first < units; first += STAGE_UNITS, at += 32) {
+      const uint4 v = lds128(at), w = lds128(at + 16);
+      const Entry one = entry_of(v), last = entry_of(w);
+      const int count = min(STAGE_UNITS, units - first);
+      const u32 low = one.low * 16, to = max(last.low * 16 + nibble_bytes(last) + nibble_words(last) * 4, low + count * 2048);
+      const u32 code_bytes = count * UNIT_BYTES, directory_bytes = count * DIRECTORY_BYTES, record_bytes = (to - low + 15) & ~15u;
+      const u32 bytes = code_bytes + directory_bytes + record_bytes;
+      const u32 slot = take(fifo);
+      reserve(bytes);
+      if (me.lane == (int)(head % 32)) begin = write, where = slot;
+      if (elect_lane()) {
+        const u32 s = slot & 0xffffu, place = shared + write, barrier = full + s * 8;
+        sts128(shared + OFF_NOTE + s * 16, job.entry, job.tile, place, count);
+        barrier_arrive_expect(barrier, bytes);
+        copy_bulk(place, codes + first * UNIT_BYTES, code_bytes, barrier);
+        copy_bulk(place + code_bytes, directory + first * DIRECTORY_BYTES, directory_bytes, barrier);
+        copy_bulk(place + code_bytes + directory_bytes, record + low, record_bytes, barrier);
+      }
+      __syncwarp();
+      head++, write += bytes;
     }
-    turn += !job.down;
   };
   const int claim = block_claim() & 0x7fffffffu;
   Jobs jobs = {args, me.lane, num_active, num_active * TILES1, claim, claim + args.first_claim, 0, (int)blockIdx.x, -1, 0};
-  Job job = jobs.next();
-  uint4 words = entry_from(job, 0);
+#pragma unroll 1
+  for (int i = 0; i < LOOK; i++) push(jobs.next());
   bool over = false;              // phase 1
 #pragma unroll 1
   while (true) {
-    const Job after = job.entry >= 0 ? jobs.next() : job;
-    const uint4 ahead = entry_from(after, 0);
+    copy_wait<LOOK - 1>();
+    __syncwarp();
+    const int q = popped % LOOK;
+    const Job job = {__shfl_sync(~0u, queued_entry, q), __shfl_sync(~0u, queued_tile, q), (bool)__shfl_sync(~0u, (int)queued_down, q)};
     if (job.down && !over) {
       over = true;
 #pragma unroll 1
-      for (int i = 0; i < QUADS; i++)              // a quad without rows or entries of its own: only that the tiles are over
-        if (blockIdx.x >= TILES2 || i / QUADS2 >= num_active) stage(i, {-1, 0, true}, 0, false, [](u32, u32) {});
+      for (int i = 0; i < GROUPS1; i++) {
+        const u32 s = take(i) & 0xffffu;
+        if (me.lane == 0) {
+          sts128(shared + OFF_NOTE + s * 16, -1, 0, 0, 0);
+          barrier_arrive(full + s * 8);
+        }
+        __syncwarp();
+      }
     }
     if (job.entry < 0) break;
-    copy_tile(job, words);
-    job = after, words = ahead;
+    copy_tile(job, entries + q * (MOST_STAGES * 32));
+    popped++;
+    __syncwarp();
+    push(jobs.next());
   }
   // The claim in flight has come back (its value is used). The last block to be here starts the next call's counting
   if (me.lane == 0 && atomic_add(args.state + 1, 1 + (u32)(jobs.ahead == 0xffffffffu)) == gridDim.x - 1) {
@@ -290,7 +322,7 @@ __device__ __forceinline__ void finish(const Args& args, const Warp& me, u32 sha
     uint4* other = (uint4*)(args.h + (u64)(parity ^ 1) * MAX_PAIRS * INTER);
     for (int i = (blockIdx.x * FINISHERS + f) * 32 + me.lane; i < MAX_PAIRS * INTER / 8; i += gridDim.x * FINISHERS * 32) other[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
   }
-  const u32 red_full = shared + OFF_BARRIER + 2 * RINGS * 8, red_empty = red_full + SUMS * 8;
+  const u32 red_full = shared + OFF_BARRIER + 2 * SLOTS * 8, red_empty = red_full + SUMS * 8;
 #pragma unroll 1
   for (int n = f;; n += FINISHERS) {
     const int turn = n / GROUPS1, place = n % GROUPS1 * RED_BUFFERS + turn % RED_BUFFERS;
@@ -304,31 +336,29 @@ __device__ __forceinline__ void finish(const Args& args, const Warp& me, u32 sha
   }
 }
 
-// A quad's way through its ring; stages of a tile or an entry are counted from 0
-struct Ring {
-  u32 full, empty, stages, notes;   // shared addresses
+// A group's way through its fifo; stages of a tile or an entry are counted from 0
+struct Fifo {
+  u32 full, empty, notes;   // shared addresses
   int slot, parity, stage;
-  __device__ __forceinline__ void wait() const { barrier_wait(full + slot * 8, parity); }
+  Note note;
+  __device__ __forceinline__ Fifo(u32 shared, int number) {
+    full = shared + OFF_BARRIER + number * DEPTH * 8, empty = full + SLOTS * 8, notes = shared + OFF_NOTE + number * DEPTH * 16;
+    slot = parity = stage = 0;
+  }
+  __device__ __forceinline__ void wait() { barrier_wait(full + slot * 8, parity), note = read_note(notes + slot * 16); }
   __device__ __forceinline__ void leave() {
     barrier_arrive(empty + slot * 8);
     stage++;
-    if (++slot == STAGES) slot = 0, parity ^= 1;
+    if (++slot == DEPTH) slot = 0, parity ^= 1;
   }
   __device__ __forceinline__ void go_to(int n) {   // from a stage that is there
     while (stage < n) leave(), wait();
   }
-  __device__ __forceinline__ u32 place() const { return stages + slot * STAGE_BYTES; }
-  __device__ __forceinline__ Note note() const { return read_note(notes + slot * 16); }
 };
 
 __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 shared) {
-  constexpr int WIDE1 = TEAM < 4 ? TEAM : 4, WIDE2 = PARTS < 4 ? PARTS : 4;   // members of a quad
-  const int quad = me.warp / 4, own = me.warp % 4, column = me.lane / 4, k0 = (me.lane % 4) * 8;
+  const int column = me.lane / 4, k0 = (me.lane % 4) * 8;
   const u32 table = shared + OFF_CHOICES;
-  Ring ring;
-  ring.full = shared + OFF_BARRIER + quad * STAGES * 8, ring.empty = ring.full + RINGS * 8;
-  ring.stages = shared + quad * STAGES * STAGE_BYTES, ring.notes = shared + OFF_NOTE + quad * STAGES * 16;
-  ring.slot = ring.parity = 0;
   barrier_of<THREADS>(3);         // the list is there
   const u32 parity = block_claim() >> 31;
   const int num_active = count_active();
@@ -338,12 +368,14 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
   }
   barrier_of<COMPUTE * 32>(1);
   u32 b[B_REGS];
+#pragma unroll
+  for (int i = 0; i < B_REGS; i++) b[i] = 0;
   // ---- phase 1
   {
-    const int group = quad / QUADS1, half = quad % QUADS1, first = half * 4 + own, member = TEAM - 1 - first;
-    const int stages = (STAGES1 - half + QUADS1 - 1) / QUADS1;
-    const u32 red_full = shared + OFF_BARRIER + (2 * RINGS + group * RED_BUFFERS) * 8, red_empty = red_full + SUMS * 8;
-    const bool works = own < WIDE1;
+    const int group = me.warp / GROUP1, first = me.warp % GROUP1, member = TEAM - 1 - first;
+    const u32 red_full = shared + OFF_BARRIER + (2 * SLOTS + group * RED_BUFFERS) * 8, red_empty = red_full + SUMS * 8;
+    const bool works = first < TEAM;
+    Fifo fifo(shared, group);
     const u16* x = args.x + (u64)(column < args.num_tokens ? column : 0) * HIDDEN;
     if (!GATHER && works)
 #pragma unroll
@@ -360,10 +392,9 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
     float acc[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
     while (true) {
-      ring.stage = 0;
-      ring.wait();
-      Note note = ring.note();
-      const int entry = note.entry, tile = note.tile;
+      fifo.stage = 0;
+      fifo.wait();
+      const int entry = fifo.note.entry, tile = fifo.note.tile;
       if (entry < 0) break;
       acc[0] = acc[1] = acc[2] = acc[3] = 0.f;
       if (GATHER && works) {
@@ -374,23 +405,24 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
       if (works)
 #pragma unroll 1
         for (int u = first; u < UNITS1; u += TEAM) {
-          ring.go_to(u / STAGE_UNITS / QUADS1);
+          fifo.go_to(u / STAGE_UNITS);
           const int next = (u + TEAM < UNITS1 ? u + TEAM : first) * UNIT_K + k0;
           __syncwarp();
-          multiply(args, ring.place(), u % STAGE_UNITS, ring.note(), active_records()[entry], table, me.lane, b, acc, [&](int i) { load_x(b, x, next, i); });
+          multiply(args, fifo.note, u % STAGE_UNITS, active_records()[entry], table, me.lane, b, acc, []() {}, [&](int i) { load_x(b, x, next, i); });
         }
-      ring.go_to(stages - 1);
-      ring.leave();
+      fifo.go_to(STAGES1 - 1);
+      fifo.leave();
       if (works) hand_over(entry, tile, acc);
     }
     if (works) hand_over(-1, 0, acc);   // the finishers end
   }
   // ---- phase 2: the first stage is there already
-  const int group = quad / QUADS2, half = quad % QUADS2, stages = (STAGES2 - half + QUADS2 - 1) / QUADS2;
+  const int group = me.warp / GROUP2, own = me.warp % GROUP2;
   const int entries = num_active > group ? (num_active - group - 1) / GROUPS2 + 1 : 0;
-  const bool works = own < WIDE2 && entries > 0;
+  const bool works = own < PARTS && entries > 0;
   const u8* h = (const u8*)(args.h + (u64)parity * MAX_PAIRS * INTER);
-  auto first_of = [&](int n) { return half * 4 + (WIDE2 == 4 ? (own + n) % 4 : own); };   // the short part goes round the warps
+  Fifo fifo(shared, GROUPS1 + group);
+  auto first_of = [&](int n) { return PARTS == GROUP2 ? (own + n + group) % GROUP2 : own; };   // the short part goes round the warps, and is another one in each group
   auto tokens_of = [&](int n) { return (const u16*)(h + sources()[(group + n * GROUPS2) * COLUMNS + column]); };
   if (works)
 #pragma unroll
@@ -400,21 +432,21 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
 #pragma unroll 1
     for (int n = 0; n < entries; n++) {
       const int entry = group + n * GROUPS2, first = first_of(n);
-      ring.stage = 0;
-      ring.wait();
+      fifo.stage = 0;
+      fifo.wait();
       if (works) {
         float acc[4] = {0.f, 0.f, 0.f, 0.f};
         const u16* tokens = tokens_of(n);
         const int after_n = n + 1 < entries ? n + 1 : 0;
 #pragma unroll 1
         for (int u = first; u < UNITS2; u += PARTS) {
-          ring.go_to(u / STAGE_UNITS / QUADS2);
-          await_h(b, tokens, u * UNIT_K + k0);
+          fifo.go_to(u / STAGE_UNITS);
           const bool more = u + PARTS < UNITS2;
           const u16* from = more ? tokens : tokens_of(after_n);
           const int next = (more ? u + PARTS : first_of(after_n)) * UNIT_K + k0;
           __syncwarp();
-          multiply(args, ring.place(), u % STAGE_UNITS, ring.note(), active_records()[entry], table, me.lane, b, acc, [&](int i) { load_h(b, from, next, i); });
+          multiply(args, fifo.note, u % STAGE_UNITS, active_records()[entry], table, me.lane, b, acc, [&]() { await_h(b, tokens, u * UNIT_K + k0); },
+                   [&](int i) { load_h(b, from, next, i); });
         }
         const int r = me.lane / 4;
         const u32 two = *(const u32*)(active_pairs() + entry * COLUMNS + (me.lane % 4) * 2), low = two & 0xffffu, high = two >> 16;
@@ -422,8 +454,8 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
         if (low != NO_PAIR) sums[low * 16] = acc[0], sums[low * 16 + 8] = acc[2];
         if (high != NO_PAIR) sums[high * 16] = acc[1], sums[high * 16 + 8] = acc[3];
       }
-      ring.go_to(stages - 1);
-      ring.leave();
+      fifo.go_to(STAGES2 - 1);
+      fifo.leave();
     }
     barrier_of<COMPUTE * 32>(1);
     finish_rows<COMPUTE * 32, 1>(args, rt);
@@ -444,8 +476,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_residual(
   for (int e = threadIdx.x; e < NUM_EXPERTS; e += THREADS) masks()[e] = 0;
   for (int i = threadIdx.x; i < MAX_ACTIVE * COLUMNS; i += THREADS) active_pairs()[i] = NO_PAIR;
   for (int i = threadIdx.x; i < NUM_BARRIERS; i += THREADS) {
-    const int red = i - 2 * RINGS;   // full; empty; sums there; sums read
-    barrier_init(shared + OFF_BARRIER + i * 8, i < RINGS ? 1 : red < 0 ? 128 : red < SUMS ? TEAM * 32 : 32);
+    const int out = i - SLOTS, red = out - SLOTS;   // full; empty; sums there; sums read
+    barrier_init(shared + OFF_BARRIER + i * 8, out < 0 ? 1 : red < 0 ? (out < GROUPS1 * DEPTH ? GROUP1 : GROUP2) * 32 : red < SUMS ? TEAM * 32 : 32);
   }
   fill_choices<THREADS>(shared + OFF_CHOICES, threadIdx.x);
   barriers_ready();

@@ -202,12 +202,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) residual_decode(
     } else {
       Scales scale;
       at += own * 8;
+      const u32 one = ((u32)units >> 31) + 1;
 #pragma unroll
       for (int c = 0; c < 4; c++) {
         if (c * SCALE_SETS % 4 == 0) scale = scales_of(scales[c * SCALE_SETS / 4]);
-        const u32 left[2] = {low[c].x, low[c].y}, right[2] = {low[c].z, low[c].w};
-        rebuild_step(word_of(codes, 2 * c), left, scale, table, at, a);
-        rebuild_step(word_of(codes, 2 * c + 1), right, scale, table, at, a + 4);
+        rebuild_two(word_of(codes, 2 * c), word_of(codes, 2 * c + 1), low[c], scale, table, at, one, a);
         write(c, a);
       }
     }

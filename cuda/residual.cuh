@@ -6,9 +6,12 @@
 // The high byte of a weight whose code is not zero is (D + 127 - L) >> 8, with D the bits of bf16((code - 8) * scale) and L the low byte.
 //   D - 128 are the bits of half of that, so for two weights at once it is bytes 1 and 3 of bits(half) + 0x00ff00ff - L, without a borrow.
 //   A scale has 11 bits and BF16 has 8, so half of it is split in two, high + low: (code - 8) * low is exact, and one fma rounds once.
-// A zero code makes that byte 0. Its own, (N >> 3) << 7 | (S - (N & 7)) with S the high byte of bf16(scale), is added: of the eight
+//   As the bits of BF16 a nibble is its number times a power of two, another one for each of the two rows, which their scales make good.
+// A zero code makes that byte 0. Its own, (N >> 3) << 7 | (S - (N & 7)) with S the high byte of bf16(scale), is put there: of the eight
 //   weights of a step the mask of zero codes chooses, in a table in shared memory, which of the next eight nibbles each one takes.
 // Not so where a scale is not positive or an exception is listed: such a unit is marked, and rebuilt weight by weight.
+// Shifts, masks and sums of integers share a pipe at half rate, which this fills. So some sums are multiplications by `one`, a 1 that the
+//   compiler cannot see to be one.
 #pragma once
 #include "common.cuh"
 #include "layout.cuh"
@@ -36,17 +39,15 @@ __device__ __forceinline__ bool by_weight(const Entry& e) { return e.counts >> 3
 
 // Bit 3 of every nibble that is 8
 MOESPEQ_HD unsigned int zero_codes(unsigned int word) { return word & ~((word & 0x77777777u) + 0x77777777u) & 0x88888888u; }
-// A number below 256, another one for each of the 256 masks of zero_codes
-MOESPEQ_HD unsigned int choice_of(unsigned int zero) { return (zero * 0x00804021u) >> 24; }
+#define CHOICE_PLACES 0x10080402u   // whose products with the bytes of a mask are its place in the table, in bytes: another one for each of the 256
 
-// What the table holds for a mask: by kh, selectors of prmt over {nibbles 0 2 4 6, nibbles 1 3 5 7} in the order rh, lo, 0 for other codes;
-// with the first, in its upper half, four times the number of zero codes; then by kh masks of 7 bits for the zero codes.
+// What the table holds for a mask: by kh, selectors of prmt over {nibbles 0 2 4 6, nibbles 1 3 5 7} in the order rh, lo, anything for other
+// codes; with the first, in its upper half, four times the number of zero codes; then by kh masks of 8 bits for the zero codes.
 __device__ __forceinline__ uint4 choice(u32 zero) {
   u32 select[2] = {0, 0}, mask[2] = {0, 0}, k = 0;
   for (int e = 0; e < 8; e++) {   // 4 kh + 2 rh + lo
     const int kh = e / 4, at = e % 4, nibble = (e / 2) % 2 + 2 * kh + 4 * (e % 2);
-    if (zero >> (4 * nibble + 3) & 1) select[kh] |= (k / 2 + 4 * (k % 2)) << (4 * at), mask[kh] |= 0x7fu << (8 * at), k++;
-    else select[kh] |= 8u << (4 * at);   // the sign of a byte below 128
+    if (zero >> (4 * nibble + 3) & 1) select[kh] |= (k / 2 + 4 * (k % 2)) << (4 * at), mask[kh] |= 0xffu << (8 * at), k++;
   }
   return make_uint4(select[0] | k << 18, select[1], mask[0], mask[1]);
 }
@@ -56,14 +57,14 @@ template <int COUNT> __device__ __forceinline__ void fill_choices(u32 table, int
     u32 zero = 0;
     for (int n = 0; n < 8; n++) zero |= (u32)(m >> n & 1) << (4 * n + 3);
     const uint4 v = choice(zero);
-    sts128(table + choice_of(zero) * 16, v.x, v.y, v.z, v.w);
+    sts128(dot_bytes(zero, CHOICE_PLACES, table), v.x, v.y, v.z, v.w);
   }
 }
 
 // The scales of a lane's rows r and r + 8 in one group
 struct Scales {
-  u32 high[2], low[2];   // of half the scale, twice in a word
-  u32 top;               // high bytes of bf16(scale): r, r, r + 8, r + 8
+  u32 high[2], low[2];   // of half the scale and the power of two of its row's codes, twice in a word
+  u32 top;               // high bytes of bf16(scale) less 7: r, r, r + 8, r + 8
 };
 __device__ __forceinline__ Scales scales_of(u32 bits) {   // F16 of row r, and of row r + 8 in the upper half
   Scales s;
@@ -71,35 +72,50 @@ __device__ __forceinline__ Scales scales_of(u32 bits) {   // F16 of row r, and o
 #pragma unroll
   for (int rh = 0; rh < 2; rh++) {
     whole[rh] = f16_to_f32(bits >> (16 * rh) & 0xffffu);
-    const float half = whole[rh] * 0.5f, high = __uint_as_float(__float_as_uint(half) & 0xffff0000u);
+    const float half = whole[rh] * (rh ? 2.f : 32.f), high = __uint_as_float(__float_as_uint(half) & 0xffff0000u);
     s.high[rh] = permute(__float_as_uint(high), 0, 0x3232), s.low[rh] = permute(__float_as_uint(half - high), 0, 0x3232);
   }
-  s.top = permute(f32_to_bf16x2(whole[1], whole[0]), 0, 0x3311);
+  s.top = permute(f32_to_bf16x2(whole[1], whole[0]), 0, 0x3311) - 0x07070707u;
   return s;
 }
 
-// The A operand of a step: word of codes, the low bytes of rows r and r + 8, a lane's nibbles from bit `at` of shared memory on; `at` goes on
-// behind those of this step.
-__device__ __forceinline__ void rebuild_step(u32 word, const u32 (&low)[2], const Scales& s, u32 table, u32& at, u32* a) {
-  const u32 chosen = table + choice_of(zero_codes(word)) * 16, from = at >> 3 & ~3u;
-  const uint4 choice = lds128(chosen);
-  const u32 next = __funnelshift_r(lds32(from), lds32(from + 4), at);
-  const u32 even = next & 0x0f0f0f0fu, odd = next >> 4 & 0x0f0f0f0fu;
-  at += choice.x >> 16;
+// The A operand of a step: word of codes, the low bytes of rows r and r + 8, and a lane's next eight nibbles; `at` goes on by four for each
+// nibble used.
+__device__ __forceinline__ void rebuild_step(u32 word, const u32 (&low)[2], const Scales& s, u32 table, u32 next, u32& at, u32 one, u32* a) {
+  const u32 zero = word & ~multiply_add(word & 0x77777777u, one, 0x77777777u) & 0x88888888u;   // zero_codes
+  const uint4 choice = lds128(dot_bytes(zero, CHOICE_PLACES, table));
+  const u32 masks[2] = {choice.z, choice.w}, seven = 0x07070707u * one;
+  u32 even = and_xor(next, 0x0f0f0f0fu, seven), odd = and_xor(next >> 4, 0x0f0f0f0fu, seven);   // sign, 7 - step
+  even += (even & 0x08080808u) * 15, odd += (odd & 0x08080808u) * 15;
+  at = dot_bytes(choice.x, 0x00010000u, at);
+  const u32 upper = word >> 8;
 #pragma unroll
   for (int kh = 0; kh < 2; kh++) {
     u32 sum[2];
 #pragma unroll
     for (int rh = 0; rh < 2; rh++) {
-      const u32 code = sub_bf16x2(and_or(word >> (4 * (2 * kh + rh)), 0x000f000fu, 0x43004300u), 0x43084308u);
+      // the number times 2^-133 or 2^-129; less 8, times 2^-6 or 2^-2
+      const u32 code = fma_bf16x2((kh ? upper : word) & (rh ? 0x00f000f0u : 0x000f000fu), 0x7f007f00u, rh ? 0xc000c000u : 0xbe00be00u);
       const u32 half = fma_bf16x2(code, s.high[rh], fma_bf16x2(code, s.low[rh], 0x80008000u));
-      sum[rh] = kh ? half + 0x00ff00ffu - permute(low[rh], 0, 0x4341) : half + (~low[rh] & 0x00ff00ffu);
+      sum[rh] = kh ? half + 0x00ff00ffu - permute(low[rh], 0, 0x4341) : multiply_add(half, one, ~low[rh] & 0x00ff00ffu);
     }
-    const u32 n = permute(even, odd, kh ? choice.y : choice.x);
-    const u32 high = permute(sum[0], sum[1], 0x7531) + ((kh ? choice.w : choice.z) & s.top) - n + (n & 0x08080808u) * 17;
+    const u32 own = multiply_add(permute(even, odd, kh ? choice.y : choice.x), one, s.top);
+    const u32 high = (own & masks[kh]) | permute(sum[0], sum[1], 0x7531);
     a[2 * kh] = permute(low[0], high, kh ? 0x5341 : 0x5240);
     a[2 * kh + 1] = permute(low[1], high, kh ? 0x7361 : 0x7260);
   }
+}
+
+// Two steps, a[8]; their nibbles, in three words from bit `at` of shared memory on, are loaded at once. `at` goes on behind them.
+__device__ __forceinline__ void rebuild_two(u32 left, u32 right, uint4 low, const Scales& s, u32 table, u32& at, u32 one, u32* a) {
+  const u32 from = at >> 3 & ~3u, w0 = lds32(from), w1 = lds32(from + 4), w2 = lds32(from + 8);
+  const u32 first = __funnelshift_r(w0, w1, at), second = __funnelshift_r(w1, w2, at);
+  const u32 left_low[2] = {low.x, low.y}, right_low[2] = {low.z, low.w};
+  u32 used = 0;
+  rebuild_step(left, left_low, s, table, first, used, one, a);
+  const u32 next = shift_pair(first, second, used);
+  rebuild_step(right, right_low, s, table, next, used, one, a + 4);
+  at += used;
 }
 
 // The same weight by weight, for any scales and with exceptions; `nibbles` and the record in global memory, `at` counts nibbles.

@@ -332,7 +332,8 @@ def kernels(
         list[str] | None,
         typer.Option(
             "--form",
-            help="int4, int8, bf16, or residual: exact weights from records and codes; repeat it for more",
+            help="int4, int8, bf16, residual (exact weights from records and codes), or dense (what a decoding pass "
+            "computes besides); repeat it for more",
             show_default="int4 and bf16",
         ),
     ] = None,
@@ -358,7 +359,7 @@ def kernels(
     """Expert kernels on the GPU: right first, then time, bandwidth and distance from the floor"""
     from moespeq_cli.bench import kernels as measure
     from moespeq_cli.bench.geometry import SEED_TABLE, parse_geometries
-    from moespeq_cli.bench.kernel_session import KernelSession, parse_forms, residual_form
+    from moespeq_cli.bench.kernel_session import DENSE, KernelSession, parse_forms, residual_form
 
     sizes = sorted(set(_numbers("--tokens", tokens)))
     plan = measure.Plan(
@@ -367,6 +368,7 @@ def kernels(
         sizes,
         check,
         residual=residual_form(form, group_size),
+        dense=DENSE in (form or ()),
     )
     _require_file(output)
     session = KernelSession.open(plan, candidate, tune)

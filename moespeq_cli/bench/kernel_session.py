@@ -12,6 +12,7 @@ from moespeq_cli.bench import kernels
 from moespeq_cli.bench.environment import environment, gpu_environment
 from moespeq_cli.bench.kernel_candidate import Candidate
 from moespeq_cli.bench.kernel_check import Checker
+from moespeq_cli.bench.kernel_dense import dense_text, measure_dense
 from moespeq_cli.bench.kernel_library import Grouped, Loop
 from moespeq_cli.bench.kernel_ours import SEED_LAYOUT, Fused, Gemm
 from moespeq_cli.bench.kernel_residual_time import measure_residual, residual_text
@@ -45,6 +46,7 @@ DEFAULT = ("fused", "gemm", "grouped", "loop")  # the rest are variants
 
 
 RESIDUAL = "residual"  # not a form of weights in itself: records beside codes
+DENSE = "dense"  # nor this: what a decoding pass computes besides the experts
 
 
 def parse_forms(names: Sequence[str] | None, group_size: int) -> list[WeightForm]:
@@ -56,12 +58,12 @@ def parse_forms(names: Sequence[str] | None, group_size: int) -> list[WeightForm
     """
     forms = []
     for name in dict.fromkeys(names or ("int4", "bf16")):
-        if name == RESIDUAL:
+        if name in (RESIDUAL, DENSE):
             continue
         kind = next((kind for kind in BITS if kind == name), None)
         if kind is None:
             raise InputError(
-                expected=f"a form of {', '.join((*BITS, RESIDUAL))}", found=repr(name), mend="correct --form"
+                expected=f"a form of {', '.join((*BITS, RESIDUAL, DENSE))}", found=repr(name), mend="correct --form"
             )
         forms.append(WeightForm(kind, -1 if kind == "int8" else group_size if kind == "int4" else 128))
     return forms
@@ -104,6 +106,7 @@ class KernelSession:
         self._results: list[Result] = []
         self._seed_results: list[Result] = []
         self._residual: list[Result] = []
+        self._dense: list[Result] = []
         self._tuned: dict[str, Any] | None = None
         self._seconds = 0.0
 
@@ -153,6 +156,10 @@ class KernelSession:
         self._results = kernels.measure(self._plan, self._candidates, self._machine, advance)
         if self._plan.residual is not None:
             self._residual = measure_residual(self._plan, self._plan.residual, self._machine, advance)
+        if self._plan.dense:
+            from runtime.kernels.rows import RowKernels
+
+            self._dense = measure_dense(self._plan.geometries, RowKernels(), self._machine, advance)
         if seed_table:
             self._seed_results = kernels.measure_seed_table(
                 self._candidates, self._machine, advance, seed=self._plan.seed
@@ -194,6 +201,7 @@ class KernelSession:
             "cases": self._results,
             "seed_table": self._seed_results,
             "residual": self._residual,
+            "dense": self._dense,
             "tuned": self._tuned,
             "seconds": self._seconds,
         }
@@ -214,6 +222,8 @@ class KernelSession:
             parts.append(f"{title}\n\n{kernels.case_table(result, names)}")
         if self._residual:
             parts.append(residual_text(self._residual))
+        if self._dense:
+            parts.append(dense_text(self._dense))
         if self._seed_results:
             parts.append(
                 f"Loop against ours, 60 experts, top-4, 2048 x inter\n\n{kernels.seed_table(self._seed_results)}"

@@ -39,6 +39,7 @@ class Plan:
         check: whether the probes go before.
         seed: of all data.
         residual: the form of the bank beside which residual records are measured, or None.
+        dense: whether the dense steps of a decoding pass are measured too.
     """
 
     geometries: Sequence[Geometry]
@@ -47,11 +48,12 @@ class Plan:
     check: bool = True
     seed: int = 0
     residual: WeightForm | None = None
+    dense: bool = False
 
     @property
     def num_cases(self) -> int:
-        """Layers, those as residual records among them."""
-        return len(self.cases) + (len(self.geometries) if self.residual else 0)
+        """Layers, those as residual records and dense parts among them."""
+        return len(self.cases) + len(self.geometries) * ((self.residual is not None) + self.dense)
 
     @property
     def cases(self) -> list[tuple[Geometry, WeightForm]]:

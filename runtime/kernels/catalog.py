@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.kernels import combine, dequant, gemm, read_bytes, residual, residual_plan, route
+from runtime.kernels import combine, dequant, gemm, read_bytes, residual, residual_plan, route, rows
 from runtime.kernels.compile import Source
 from runtime.kernels.device import Gpu
 from runtime.kernels.fused import plan
@@ -72,7 +72,7 @@ def _residual(shape: ExpertShape, group_size: int, tokens: int) -> Entry:
     """Few tokens from residual records on an H200; 104 registers are all that 608 threads can have."""
     layout = SlotLayout(shape, WeightForm("int4", group_size))
     made = residual_plan.plan(layout, tokens, FusedConfig(), H200.smem_per_block_bytes)
-    return Entry(made.source, 104, ("sm_90",))
+    return Entry(made.source, 104, ("sm_90",), max_spill_bytes=8)  # two registers, groups of 32
 
 
 # Every `.cu` file has entries here for sm_80 and for sm_90 or sm_90a; one for each set of values that differs in kind.
@@ -80,6 +80,13 @@ CATALOG: tuple[Entry, ...] = (
     Entry(route.SOURCE, 64),
     Entry(read_bytes.SOURCE, 32),
     *(Entry(combine.source(activation), 64) for activation in Activation),
+    Entry(rows.linear_source(4), 128),
+    Entry(rows.linear_source(16), 80),
+    *(Entry(rows.norm_source(experts, width), 128) for experts, width in ((1024, 16384), (60, 2048), (1, 4096))),
+    *(
+        Entry(rows.attention_source(size, groups), 128)
+        for size, groups in ((128, 1), (128, 4), (128, 8), (64, 16), (96, 2), (32, 1), (256, 1), (256, 8))
+    ),
     *(
         Entry(gemm.source(ExpertShape(60, 4, 2048, 1408, activation, has_bias), tile), 168, ("sm_80", *HOPPER), spill)
         for tile, activation, has_bias, spill in (

@@ -11,12 +11,14 @@ from runtime.kernels.layout import SlotLayout
 
 SOURCE = "moe_residual.cu"
 CAPABILITY = (9, 0)  # of the GPU, at least
-_COMPUTE, _FINISHERS, _QUADS = 16, 2, 4  # warps, warps, and fours of compute warps with a ring each
-_STAGE_UNITS, _NIBBLE_BYTES = 4, 2112
+_COMPUTE, _FINISHERS = 16, 2  # warps
+_BLOCK_UNITS, _DIRECTORY_BYTES, _LOW_BYTES, _MOST_NIBBLE_BYTES, _TABLE_BYTES = 8, 80, 2048, 1024, 64
 _CHOICES_BYTES = 4096
 _FIRST_CLAIM = 3  # tiles
 _RED_BUFFERS = 2
-_FEWEST_STAGES, _MOST_STAGES = 2, 4  # of a quad
+_DEPTH, _LOOK = 6, 2  # stages of a group under way, and tiles whose directory is read ahead
+_MOST_STAGES = 16  # of a tile
+_FEWEST_STAGES = 2  # of the largest size, in the ring
 
 
 def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, smem_limit_bytes: int) -> FusedPlan:
@@ -40,13 +42,19 @@ def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, smem_limit_by
             found=f"{layout.form.kind}, team {team}, k_split {parts}",
             mend="leave team and k_split out of fused_kernel",
         )
+    if _tile_stages(layout) > _MOST_STAGES:
+        raise ShapeError(
+            expected=f"at most {_MOST_STAGES * _BLOCK_UNITS * 128} columns, for residual records",
+            found=f"hidden size {shape.hidden_size}, expert size {shape.moe_intermediate_size}",
+            mend="decode the records to BF16 instead",
+        )
     most = max(1, min(max_tokens, MAX_TOKENS, MAX_PAIRS // shape.top_k))
+    least = _FEWEST_STAGES * _most_stage_bytes(layout)
     for tokens in range(most, 0, -1):
-        fixed = _smem_bytes(layout, team, parts, tokens, 0)
-        each = _smem_bytes(layout, team, parts, tokens, 1) - fixed
-        stages = min(_MOST_STAGES, (smem_limit_bytes - fixed) // each)
-        if stages >= _FEWEST_STAGES:
-            values = layer_values(layout, tokens, 0) | {"TEAM": team, "PARTS": parts, "STAGES": stages}
+        fixed = _smem_bytes(layout, team, parts, tokens)
+        ring = (smem_limit_bytes - fixed) // 128 * 128
+        if ring >= least:
+            values = layer_values(layout, tokens, 0) | {"TEAM": team, "PARTS": parts, "RING_BYTES": ring}
             del values["FORM"], values["INTERLEAVE"]
             return FusedPlan.of(
                 SOURCE,
@@ -55,29 +63,41 @@ def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, smem_limit_by
                 values,
                 threads=32 * (_COMPUTE + 1 + _FINISHERS),
                 most_first_claim=_FIRST_CLAIM,
-                smem_bytes=_smem_bytes(layout, team, parts, tokens, stages),
+                smem_bytes=ring + fixed,
             )
     raise ShapeError(
         expected=f"at most {smem_limit_bytes} bytes of shared memory for a block of the kernel for residual records",
-        found=f"{_smem_bytes(layout, team, parts, 1, _FEWEST_STAGES)} for one token",
+        found=f"{_smem_bytes(layout, team, parts, 1) + least} for one token",
         mend="decode the records to BF16 instead",
     )
 
 
-def _smem_bytes(layout: SlotLayout, team: int, parts: int, tokens: int, stages: int) -> int:
-    """SHARED_BYTES of the source, in the order of its offsets; the source asserts that it is."""
+def _tile_stages(layout: SlotLayout) -> int:
+    """Blocks of a record that the longest tile has."""
+    widest = max(layout.shape.hidden_size, layout.shape.moe_intermediate_size)
+    return -(-widest // (_BLOCK_UNITS * 128))
+
+
+def _most_stage_bytes(layout: SlotLayout) -> int:
+    """A block of a record with its codes and directory, all codes zero."""
+    unit_bytes = layout.form.unit_bytes + _DIRECTORY_BYTES + _LOW_BYTES + _MOST_NIBBLE_BYTES
+    return _BLOCK_UNITS * unit_bytes + _TABLE_BYTES
+
+
+def _smem_bytes(layout: SlotLayout, team: int, parts: int, tokens: int) -> int:
+    """SHARED_BYTES of the source but for the ring, in the order of its offsets; the source asserts that it is."""
     shape, pairs = layout.shape, tokens * layout.shape.top_k
-    rings, sums = _QUADS * stages, (_QUADS // (2 if team > 4 else 1)) * _RED_BUFFERS
+    groups1, groups2 = (_COMPUTE // (8 if members > 4 else 4) for members in (team, parts))
+    slots, sums = (groups1 + groups2) * _DEPTH, groups1 * _RED_BUFFERS
     active = max_active(shape, pairs)
-    stage_bytes = _STAGE_UNITS * (layout.form.unit_bytes + 2048 + 80) + _NIBBLE_BYTES
     lists = list_bytes(shape, tokens)
     return (
-        rings * stage_bytes
-        + _CHOICES_BYTES
+        _CHOICES_BYTES
         + sums * team * 512
         + parts * pairs * 64
-        + (2 * rings + 2 * sums) * 8
-        + rings * 16
+        + slots * 16
+        + _LOOK * _tile_stages(layout) * 32
+        + (2 * slots + 2 * sums) * 8
         + sums * 8
         + active * COLUMNS * 4
         + -(-lists // 4) * 4

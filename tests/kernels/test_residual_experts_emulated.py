@@ -21,21 +21,22 @@ from tests.kernels.host import cxx
 from tests.kernels.residual_cases import with_exceptions
 
 SMEM_BYTES = 232448  # of a block of an H200
-SHAPE = ExpertShape(3, 3, 1032, 392, Activation.clamped, True)  # two quads for a tile, 4 parts of down, 1 unit too many
+SHORT_BYTES = 101376  # a ring of two to three stages
+SHAPE = ExpertShape(3, 3, 1032, 392, Activation.clamped, True)  # 8 warps a tile, 4 parts of down, 1 unit too many
 FORM, TOKENS = WeightForm("int4", -1), 16
 
 
 class Both:
     """A layer for the BF16 kernel and as residual records, expert e's record in a slot of its own order."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, smem_bytes: int = SMEM_BYTES) -> None:
         config, tokens = FusedConfig(), TOKENS
         self.shape = SHAPE
         experts = with_exceptions(ExactExperts.random(SHAPE, FORM, SHAPE.num_experts, seed=2), 1e-4, seed=4)
         plain = plain_layout(experts.layout)
-        chosen = fused_plan.plan(plain, tokens, config, SMEM_BYTES)
+        chosen = fused_plan.plan(plain, tokens, config, smem_bytes)
         self.plain = emulated.build(plain, dict(chosen.source.defines), folder)
-        chosen = residual_plan.plan(experts.layout, tokens, config, SMEM_BYTES)
+        chosen = residual_plan.plan(experts.layout, tokens, config, smem_bytes)
         defines = dict(chosen.source.defines)
         self.kernel = emulated.build(experts.layout, defines, folder, source="moe_residual.cu")
         assert self.kernel.library.shared_bytes() == chosen.smem_bytes
@@ -86,6 +87,14 @@ def test_has_the_bits_of_bf16_under_any_schedule(both: Both) -> None:
     assert right.isfinite().all()
     for seed, copies, grid, resident in ((1, emulated.RANDOM, 3, 1), (2, emulated.LATE, 2, 2)):
         assert torch.equal(both.run(*batch, seed=seed, copies=copies, grid=grid, resident=resident), right)
+
+
+def test_a_short_ring_is_used_again_only_when_it_was_read(folder: Path) -> None:
+    both = Both(folder, SHORT_BYTES)
+    batch = both.batch(6, seed=3)
+    right = both.run_plain(*batch)
+    for seed, copies in ((3, emulated.AT_ONCE), (4, emulated.LATE)):
+        assert torch.equal(both.run(*batch, seed=seed, copies=copies, grid=2, resident=1), right)
 
 
 def test_passes_end_with_the_bits_of_one_call(both: Both) -> None:

@@ -71,6 +71,13 @@ inline u32 permute(u32 a, u32 b, u32 selector) {   // bit 3 of a selector: the s
   }
   return out;
 }
+inline u32 and_xor(u32 a, u32 mask, u32 bits) { return (a & mask) ^ bits; }
+inline u32 shift_pair(u32 low, u32 high, u32 n) { return n >= 32 ? high : (u32)(((u64)high << 32 | low) >> n); }
+inline u32 dot_bytes(u32 a, u32 b, u32 c) {
+  for (int i = 0; i < 4; i++) c += (a >> (8 * i) & 255) * (b >> (8 * i) & 255);
+  return c;
+}
+inline u32 multiply_add(u32 a, u32 b, u32 c) { return a * b + c; }
 inline u32 sub_bf16x2(u32 a, u32 b) {
   return f32_to_bf16x2(bf16_to_f32(a >> 16) - bf16_to_f32(b >> 16), bf16_to_f32(a & 0xffff) - bf16_to_f32(b & 0xffff));
 }
@@ -121,6 +128,10 @@ inline void barrier_expect_more(u32 barrier, u32 bytes) {
   b.bytes += bytes;
 }
 inline void barrier_arrive(u32 barrier) { simt::arrive(simt::barrier_at(barrier), 1); }
+inline void barrier_arrive_expect(u32 barrier, u32 bytes) {
+  barrier_expect_more(barrier, bytes);
+  barrier_arrive(barrier);
+}
 inline void barrier_wait(u32 barrier, u32 phase) {
   simt::Barrier& b = simt::barrier_at(barrier);
   simt::wait_until("an mbarrier", [&] { return (b.phase & 1) != (phase & 1); });
