@@ -173,22 +173,22 @@ class _Measuring:
     def run(self) -> None:
         """Measure everything that was asked for."""
         from moespeq_cli.bench import offload, offload_memory
-        from moespeq_cli.bench.offload_kernels import PRODUCTS
 
         asked, sweep = self._asked, self._sweep
         ways, memory = offload.modes(asked.encodings), asked.part_memory
         look, encoding = ways[-1], ways[-1].encoding
         parts: dict[str, list[Mode]] = {
-            "ablations": [look, *offload.ABLATIONS, *self._unfused()] if asked.ablations else [],
             "windows": [_window(w, v) for w in asked.windows for v in asked.verifies],
+            "ablations": [look, *offload.ABLATIONS] if asked.ablations else [],
             "grid": [_priority(*weights) for weights in asked.weights],
         }
+        last = self._unfused() if asked.ablations else []
         for part, more in parts.items():
-            parts[part] = [mode if mode.kernels == PRODUCTS else replace(mode, encoding=encoding) for mode in more]
+            parts[part] = [replace(mode, encoding=encoding) for mode in more]
         steps = offload_memory.STEPS if asked.table_context else ()
         on_disk = [look, replace(ways[1], encoding=encoding)] if asked.disk is not None else []
         total = len(asked.memories) * len(ways) + sum(map(len, parts.values())) + len(asked.first_token)
-        total += len(steps) + (1 + len(on_disk) if on_disk else 0)
+        total += len(last) + len(steps) + (1 + len(on_disk) if on_disk else 0)
         self._announce(total)
         sweep.settings(look, memory)  # refused now, not after all that comes before it
         with console.progress("ways", total) as bar:
@@ -204,6 +204,7 @@ class _Measuring:
                 self._comparison.run(sweep, [memory], [look], self._keep("disk"))
                 with self._disk(encoding) as halved:
                     self._comparison.run(halved, [memory], on_disk, self._keep("disk"))
+            self._comparison.run(sweep, [memory], last, self._keep("ablations"))
 
     def _unfused(self) -> list[Mode]:
         """The way without the fused kernel, where the GPU has another for few tokens."""
