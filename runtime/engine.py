@@ -130,7 +130,7 @@ class BaseEngine(ABC):
             ArtifactError, StorageError: a record cannot be read.
         """
         room = self._begin(request)
-        settings, text = self.settings, self._texts
+        settings, text, cache = self.settings, self._texts, self.cache
         draft = self.draft()
         loop = SpeculativeLoop(
             target=self,
@@ -156,7 +156,7 @@ class BaseEngine(ABC):
                 self._check_current(text)
         finally:
             self.stats.total_s += time.perf_counter() - started
-            self.cache.rest()
+            cache.rest()
 
     def _begin(self, request: Request) -> int:
         """Check a request and start its KV cache; returns how many tokens may be generated."""

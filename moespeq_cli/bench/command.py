@@ -64,9 +64,9 @@ def decode(
             rich_help_panel=_BUILT,
         ),
     ] = "40%,51%,75%",
-    window_memory: Annotated[
+    part_memory: Annotated[
         str,
-        typer.Option("--window-memory", help="Of the window sweep, ablations and first tokens", rich_help_panel=_BUILT),
+        typer.Option("--window-memory", help="The same, for everything but the ways", rich_help_panel=_BUILT),
     ] = "51%",
     prompt_tokens: Annotated[
         int, typer.Option("--prompt-tokens", min=1, help="Length of each prompt", rich_help_panel=_BUILT)
@@ -82,6 +82,33 @@ def decode(
     ablations: Annotated[
         bool, typer.Option("--ablations/--no-ablations", help="Leave parts out one by one", rich_help_panel=_BUILT)
     ] = True,
+    weights: Annotated[
+        str,
+        typer.Option(
+            "--grid",
+            help="alpha/beta/gamma of the priority policy, comma-separated; empty skips",
+            rich_help_panel=_BUILT,
+        ),
+    ] = "0.6/0.3/0.1,1/0/0,0/1/0,0/0/1",
+    table_context: Annotated[
+        int,
+        typer.Option(
+            "--memory-table",
+            min=0,
+            help="Tokens of context for which sharing is measured; 0 skips",
+            rich_help_panel=_BUILT,
+        ),
+    ] = 0,
+    disk: Annotated[
+        Path | None,
+        typer.Option(
+            "--disk", help="Folder on the disk that a part of the experts is read from", rich_help_panel=_BUILT
+        ),
+    ] = None,
+    host_cache: Annotated[
+        str,
+        typer.Option("--host-cache", help="Of the experts, what host memory holds with --disk", rich_help_panel=_BUILT),
+    ] = "50%",
     encoding: Annotated[
         list[str] | None,
         typer.Option(
@@ -99,27 +126,31 @@ def decode(
 ) -> None:
     """Cache sizes, eviction, prefetch and windows side by side: the embedded model, or a built one on a GPU"""
     if geometry is not None:
-        from moespeq_cli.bench.offload_run import decode_built
+        from moespeq_cli.bench.offload_run import Asked, decode_built, parse_weights, print_built
         from runtime.config import make_settings
 
-        memories = [part.strip() for part in expert_memory.split(",") if part.strip()]
-        decode_built(
-            geometry,
-            layers,
-            memories,
-            make_settings(config, {"device": "cuda"}),
+        _require_file(output)
+        wanted = Asked(
+            geometry=geometry,
+            layers=layers,
+            memories=[part.strip() for part in expert_memory.split(",") if part.strip()],
             prompts=prompts,
             prompt_tokens=prompt_tokens,
             max_new_tokens=max_new_tokens,
             repeats=repeats,
+            part_memory=part_memory,
+            ablations=ablations,
             windows=_numbers("--windows", windows),
             verifies=_numbers("--verify-windows", verifies),
-            window_memory=window_memory,
-            ablations=ablations,
+            weights=parse_weights(weights),
             first_token=_numbers("--first-token", first_tokens),
-            save=lambda figures: _finish(output, figures),
+            table_context=table_context,
+            disk=disk,
+            host_cache=host_cache,
             encodings=_encodings(encoding),
         )
+        settings = make_settings(config, {"device": "cuda"})
+        print_built(decode_built(wanted, settings, lambda figures: _finish(output, figures)))
         return
     from moespeq_cli.bench import decode as sweep
     from moespeq_cli.bench.prompts import bench_prompts

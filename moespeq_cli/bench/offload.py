@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moespeq_cli.bench.bound import check_reads
-from moespeq_cli.bench.tables import markdown, number, percent
+from moespeq_cli.bench.offload_kernels import PRODUCTS, TOKEN_ORDER, with_kernels
 from runtime.config import RunSettings
 from runtime.decode.sampling import SamplingSettings
 from runtime.engine import Request
 from runtime.errors import InputError
+from runtime.gpu.accelerator import DeviceMemory
 from runtime.gpu.engine import GpuEngine, Parts, Toolkit
 from runtime.gpu.geometry import expert_shape
-from runtime.gpu.host_tier import Arena
+from runtime.gpu.host_tier import Arena, HostCache
+from runtime.gpu.model import DeviceModel
 from runtime.gpu.plan import Beside, make_gpu_plan
-from runtime.memory.clairvoyant import Trace, belady
+from runtime.memory.clairvoyant import Trace
 from runtime.memory.location import ExpertKey
 from runtime.memory.plan import MemoryPlan
 from runtime.memory.sizes import parse_size
+from runtime.memory.store import RecordStore
 from runtime.model.families import MoeSpec
 
 PLAIN: dict[str, Any] = {"speculate": False, "prefetch": "none", "eviction": "lru"}
@@ -43,6 +44,8 @@ class Mode:
         all_memory: whether the cache has all the memory for experts, or what the draft leaves.
         graphs: whether passes are recorded.
         encoding: of the records.
+        kernels: what computes the exact experts, of `offload_kernels`; None is the usual.
+        same_text: whether it must give the others' text; with other roundings it need not.
     """
 
     name: str
@@ -50,6 +53,8 @@ class Mode:
     all_memory: bool = False
     graphs: bool = True
     encoding: str = "raw"
+    kernels: str | None = None
+    same_text: bool = True
 
 
 def modes(encodings: Sequence[str] = ("raw",)) -> list[Mode]:
@@ -85,7 +90,10 @@ ABLATIONS = (
     Mode("lookahead, LFU", {"eviction": "lfu"}),
     Mode("lookahead, priority", {"eviction": "priority"}),
     Mode("lookahead, no graphs", {}, graphs=False),
+    Mode("lookahead, verified in token order", {}, kernels=TOKEN_ORDER),
 )
+UNFUSED = Mode("lookahead, no fused kernel", {}, kernels=PRODUCTS, same_text=False)
+"""Of the exact experts; on GPUs for which `can_multiply` holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +125,7 @@ class Sweep:
         toolkit: makes what computes, with recorded passes or without.
         device_bytes: memory to plan with; None asks the GPU.
         residual: the same model with residual records.
+        disk: all exact experts, where host memory has a part of them, as the settings' `host_cache_size` says.
     """
 
     def __init__(
@@ -129,36 +138,44 @@ class Sweep:
         toolkit: Callable[[bool], Toolkit] | None = None,
         device_bytes: int | None = None,
         residual: Parts | None = None,
+        disk: RecordStore | None = None,
     ) -> None:
         self._parts, self._base, self._prompts = parts, base, prompts
-        self._encodings = {"raw": parts} | ({} if residual is None else {"residual": residual})
         self._max_new_tokens, self._repeats = max_new_tokens, repeats
         self._toolkit = toolkit or (lambda graphs: Toolkit.cuda(base, graphs))
         self._toolkits = {graphs: self._toolkit(graphs) for graphs in (True, False)}
-        self._device_bytes = device_bytes
+        self._device_bytes, self._disk = device_bytes, disk
         spec = parts.model.spec
         assert parts.bank is not None
+        self._encodings = {"raw": parts} | ({} if residual is None else {"residual": residual})
         self.expert_bytes = spec.num_records * parts.store.max_record_bytes
         self.draft_bytes = parts.bank.num_bytes
 
     def plan(self, settings: RunSettings, encoding: str = "raw") -> MemoryPlan:
-        """The plan of a run of this model."""
-        parts = self._encodings[encoding]
+        """The plan of a run of this model; what of it is on the device already counts as free."""
+        parts, free = self._encodings[encoding], self._device_bytes
+        self._toolkits[True].accelerator.forget_peak()  # what torch keeps for later is free too
+        if free is None:
+            free = torch.cuda.mem_get_info()[0] + self._here(settings, encoding)
         return make_gpu_plan(
-            self._parts.model.spec,
-            self._parts.model.config.to_dict(),
+            self.spec,
+            self.model.config.to_dict(),
             settings,
-            dense_bytes=self._parts.model.dense_bytes,
-            draft_bytes=self.draft_bytes if settings.speculate or parts.residual is not None else 0,
+            dense_bytes=self.model.dense_bytes,
+            draft_bytes=self.draft_bytes if self._leans(settings, encoding) else 0,
             slot_bytes=parts.store.max_record_bytes,
             beside=self._beside(encoding),
-            device_bytes=self._device_bytes,
+            device_bytes=free,
         )
 
     def _beside(self, encoding: str) -> Beside | None:
         parts = self._encodings[encoding]
         shape = expert_shape(self.spec, parts.activation)
         return None if parts.residual is None else Beside.of(shape, parts.residual)
+
+    def _leans(self, settings: RunSettings, encoding: str) -> bool:
+        """Whether a run needs the draft's experts, for speculation or for the records."""
+        return settings.speculate or self._encodings[encoding].residual is not None
 
     @property
     def encodings(self) -> list[str]:
@@ -184,15 +201,40 @@ class Sweep:
             "scratch_bytes": beside.scratch_bytes,
         }
 
-    def of_prompt(self, prompt: list[int]) -> Sweep:
-        """The same for the first token of one prompt."""
+    def of_prompt(self, prompt: list[int], max_new_tokens: int = 1) -> Sweep:
+        """The same for the first tokens of one prompt, in single runs."""
+        return self._with(self._base, [prompt], max_new_tokens, 1, None)
+
+    def on_disk(self, store: RecordStore, host_cache_size: str) -> Sweep:
+        """The same with so much of the exact experts in host memory, and the rest read from the disk.
+
+        Args:
+            store: of the records of the last encoding.
+            host_cache_size: a size, or a share of their bytes.
+        """
+        base = dataclasses.replace(self._base, host_cache_size=host_cache_size)
+        return self._with(base, self._prompts, self._max_new_tokens, self._repeats, store)
+
+    def _with(
+        self, base: RunSettings, prompts: Sequence[list[int]], new_tokens: int, repeats: int, disk: RecordStore | None
+    ) -> Sweep:
         residual = self._encodings.get("residual")
-        return Sweep(self._parts, self._base, [prompt], 1, 1, self._toolkit, self._device_bytes, residual)
+        runs = (prompts, new_tokens, repeats, self._toolkit, self._device_bytes)
+        return Sweep(self._parts, base, *runs, residual, disk)
+
+    def made(self, encoding: str) -> Parts:
+        """The model with the records of an encoding, all in host memory."""
+        return self._encodings[encoding]
+
+    @property
+    def model(self) -> DeviceModel:
+        """The dense part."""
+        return self._parts.model
 
     @property
     def spec(self) -> MoeSpec:
         """What the model is."""
-        return self._parts.model.spec
+        return self.model.spec
 
     @property
     def ids(self) -> tuple[int, int]:
@@ -218,25 +260,40 @@ class Sweep:
             )
         return dataclasses.replace(self._base, expert_cache_size=str(cache), **mode.changes)
 
-    def run(self, mode: Mode, memory: str) -> Outcome:
-        """Decode all prompts, `repeats` times with a cache that starts empty."""
+    def run(self, mode: Mode, memory: str, beside: Callable[[], list[Tensor]] = list) -> Outcome:
+        """Decode all prompts, `repeats` times with a cache that starts empty.
+
+        Args:
+            mode: how.
+            memory: for draft and slots.
+            beside: makes what takes memory of the device during a run, and counts as the run's.
+
+        Raises:
+            InputError, PlanError: it does not fit.
+        """
         settings, runs = self.settings(mode, memory), []
         for _ in range(self._repeats):
-            runs.append(self._once(settings, mode))
+            runs.append(self._once(settings, mode, beside))
         middle = sorted(runs, key=lambda run: run.figures["ms_per_token"])[len(runs) // 2]
         times = [run.figures["ms_per_token"] for run in runs]
         spread = {"ms_per_token": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
-        named = {"mode": mode.name, "encoding": mode.encoding, "memory": memory}
-        return dataclasses.replace(middle, figures=middle.figures | named | spread)
+        way = {"mode": mode.name, "encoding": mode.encoding, "memory": memory, "changes": mode.changes}
+        return dataclasses.replace(middle, figures=middle.figures | way | spread)
 
-    def _once(self, settings: RunSettings, mode: Mode) -> Outcome:
-        plan, toolkit = self.plan(settings, mode.encoding), self._toolkits[mode.graphs]
-        made = self._encodings[mode.encoding]
+    def _once(self, settings: RunSettings, mode: Mode, beside: Callable[[], list[Tensor]]) -> Outcome:
+        encoding, toolkit = mode.encoding, with_kernels(self._toolkits[mode.graphs], mode.kernels)
+        plan = self.plan(settings, encoding)  # the peak is forgotten from here on
+        before = toolkit.accelerator.memory()
+        left_over_bytes = before.tensors - self._here(None, encoding)
+        here, _kept = self._here(settings, encoding), beside()
+        made = self._encodings[encoding]
         assert isinstance(made.tier, Arena)
-        leans = settings.speculate or made.residual is not None
-        parts = dataclasses.replace(made, tier=made.tier.borrowed(), bank=made.bank if leans else None)
+        bank = made.bank if self._leans(settings, encoding) else None
+        parts = dataclasses.replace(made, tier=made.tier.borrowed(), bank=bank)
+        if self._disk is not None:
+            readers = max(4, settings.max_parallel_transfers)
+            parts = dataclasses.replace(parts, store=self._disk, tier=HostCache(self._disk, plan.host_slots, readers))
         rows: list[list[ExpertKey]] = []
-        toolkit.accelerator.forget_peak()
         with GpuEngine(parts, settings, plan, toolkit, keep_trace=True) as engine:
             inner = engine.rows
 
@@ -251,14 +308,23 @@ class Sweep:
             report, trace = engine.report(), engine.trace()
             everything = plan.num_slots >= engine.spec.num_records  # then all of it was read before the first text
             fewest = 0 if everything else check_reads(trace, plan.num_slots, engine.cache.stats)
-            peak = toolkit.accelerator.peak_bytes() - (0 if leans else self.draft_bytes)
-        bound = fewest * self.least_record_bytes(mode.encoding)
-        return Outcome(_figures(report, bound, peak, plan), tokens, rows, trace)
+            after = DeviceMemory(**report["device_memory"])
+        figures = _figures(report, fewest * self.least_record_bytes(encoding), plan) | {
+            "peak_bytes": here + after.most_tensors - before.tensors,
+            "taken_bytes": here + after.most_taken - before.taken,
+            "left_over_bytes": left_over_bytes,
+        }
+        return Outcome(figures, tokens, rows, trace)
+
+    def _here(self, settings: RunSettings | None, encoding: str) -> int:
+        """Bytes of a plan that are on the device before its run begins; without settings all that is there."""
+        draft = self.draft_bytes if settings is None or self._leans(settings, encoding) else 0
+        return self.model.dense_bytes + self.model.kv.allocated_bytes + draft
 
 
-def _figures(report: dict[str, Any], own_bound_bytes: int, peak_bytes: int, plan: MemoryPlan) -> dict[str, Any]:
+def _figures(report: dict[str, Any], own_bound_bytes: int, plan: MemoryPlan) -> dict[str, Any]:
     cache, seconds, tokens = report["expert_cache"], report["seconds"], report["new_tokens"]
-    decode_s = seconds["total"] - seconds["prefill"]
+    decode_s, host = seconds["total"] - seconds["prefill"], report["host_cache"]
     return {
         "ms_per_token": report["ms_per_token"],
         "bytes_per_token": report["bytes_per_token"],
@@ -281,78 +347,11 @@ def _figures(report: dict[str, Any], own_bound_bytes: int, peak_bytes: int, plan
         "new_tokens": tokens,
         "num_slots": plan.num_slots,
         "planned_bytes": plan.total_bytes,
-        "peak_bytes": peak_bytes,
+        "host_slots": plan.host_slots,
+        "disk_bytes_per_token": 0 if host is None else host["read_bytes"] / tokens,
+        "host_cache": host,
         "expert_cache": cache,
     }
-
-
-def compare(
-    sweep: Sweep, memories: Sequence[str], ways: Sequence[Mode], done: Callable[[dict[str, Any]], None]
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Every way at every amount of memory, and what the routing is like; `done` is told each row as it is measured.
-
-    Raises:
-        InputError: an amount of memory that is less than the draft and one slot; nothing is measured then.
-        RuntimeError: a way gave other tokens than the first one; nothing is reported then.
-    """
-    for memory in memories:
-        for mode in ways:
-            sweep.settings(mode, memory)
-    rows: list[dict[str, Any]] = []
-    reference: Outcome | None = None
-    for memory in memories:
-        for mode in ways:
-            found = sweep.run(mode, memory)
-            reference = reference or found
-            if found.tokens != reference.tokens:
-                raise RuntimeError(f"{mode.name} at {memory} changed the text: nothing is reported")
-            fewest = belady(reference.trace, found.figures["num_slots"])
-            bound = fewest * sweep.least_record_bytes(mode.encoding) / found.figures["new_tokens"]
-            rows.append(found.figures | {"clairvoyant_bytes_per_token": bound})
-            done(rows[-1])
-    assert reference is not None
-    return rows, routing(reference.rows, len(sweep.spec.moe_layers), sweep.spec.num_experts)
-
-
-def routing(rows: Sequence[Sequence[ExpertKey]], num_layers: int, num_experts: int) -> dict[str, float]:
-    """Entropy of the experts' use, as a share of its maximum, and what neighbouring rows share; means of the layers."""
-    entropies = []
-    layers = sorted({layer_id for row in rows for layer_id, _ in row})
-    for layer_id in layers:
-        uses = Counter(key for row in rows for key in row if key[0] == layer_id)
-        total = sum(uses.values())
-        entropies.append(-sum(n / total * math.log(n / total) for n in uses.values()) / math.log(num_experts))
-    shared = [len(set(a) & set(b)) / len(a) for a, b in itertools.pairwise(rows)]
-    return {
-        "rows": len(rows),
-        "entropy": sum(entropies) / num_layers,
-        "neighbours": sum(shared) / len(shared) if shared else 0.0,
-    }
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The comparison as Markdown."""
-    head = (
-        "memory", "mode", "ms a token (spread)", "GB a token", "clairvoyant, row by row", "hits", "accepted a round",
-        "draft / verify / waiting, ms a token", "link busy", "link, GB/s", "peak / plan, GB",
-    )  # fmt: skip
-    lines = [
-        (
-            row["memory"],
-            row["mode"],
-            f"{number(row['ms_per_token'])} ({number(row['ms_min'])}-{number(row['ms_max'])})",
-            number(row["bytes_per_token"] / 1e9, 3),
-            number(row["clairvoyant_bytes_per_token"] / 1e9, 3),
-            percent(row["hit_rate"]),
-            "-" if not row["acceptance"] else number(row["accepted_per_round"]),
-            " / ".join(number(row[f"{part}_ms_per_token"]) for part in ("draft", "verify", "wait")),
-            percent(row["link_utilisation"]),
-            number(row["link_gb_per_s"], 1),
-            f"{row['peak_bytes'] / 1e9:.1f} / {row['planned_bytes'] / 1e9:.1f}",
-        )
-        for row in rows
-    ]
-    return markdown(head, lines)
 
 
 def make_prompts(count: int, length: int, first_id: int, last_id: int, seed: int = 0) -> list[list[int]]:
@@ -381,19 +380,3 @@ def first_token(sweep: Sweep, memory: str, length: int) -> dict[str, Any]:
         "read_bytes": read,
         "link_ms": 1e3 * read / best_rate if best_rate else None,
     }
-
-
-def first_token_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The times to the first token as Markdown."""
-    head = ("prompt", "to the first token, ms", "GB read", "bytes over the link alone, ms", "ratio")
-    lines = [
-        (
-            str(row["tokens"]),
-            number(row["ms"], 1),
-            number(row["read_bytes"] / 1e9),
-            number(row["link_ms"], 1),
-            number(row["ms"] / row["link_ms"]) if row["link_ms"] else "n/a",
-        )
-        for row in rows
-    ]
-    return markdown(head, lines)

@@ -6,12 +6,13 @@ import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from runtime.errors import PlanError
+from runtime.gpu.shortage import shortage
 from runtime.kernels.driver import check, driver
 from runtime.memory.transfer import Landing
 
@@ -24,7 +25,7 @@ Forward = Callable[[Bring], None]
 Run = Callable[[Bring | None], None]
 """Queues a recorded pass."""
 
-
+SMALLER = "make the expert cache smaller (--expert-cache), or the context (--context)"
 _STAGING_BYTES = 4 << 20
 
 
@@ -33,6 +34,23 @@ class Mark(Protocol):
 
     def wait(self) -> None:
         """Return when everything queued before it is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of the device.
+
+    Attributes:
+        tensors: that they take now.
+        most_tensors: that they took at most.
+        taken: of the whole device now, by tensors, what is kept for them, recorded passes and libraries.
+        most_taken: that they took at most.
+    """
+
+    tensors: int = 0
+    most_tensors: int = 0
+    taken: int = 0
+    most_taken: int = 0
 
 
 class Accelerator(Protocol):
@@ -81,10 +99,13 @@ class Accelerator(Protocol):
         """
 
     def forget_peak(self) -> None:
-        """Measure the peak of the device's memory from here on."""
+        """Give back what is kept for later, and measure from here on."""
 
-    def peak_bytes(self) -> int:
-        """The most of the device's memory that tensors took since then."""
+    def memory(self) -> DeviceMemory:
+        """What is taken of the device, and was at most since `forget_peak`."""
+
+    def let_go(self) -> None:
+        """Give the memory of recorded passes back; none of them may be run again."""
 
     def record(self, forward: Forward, cut: bool) -> Run:
         """Record a pass, to be queued many times with what its tensors then hold.
@@ -227,11 +248,26 @@ class Cuda:
 
     def forget_peak(self) -> None:
         """See `Accelerator`."""
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    def peak_bytes(self) -> int:
+    def memory(self) -> DeviceMemory:
+        """See `Accelerator`; what is taken beside torch's memory counts as of now, and hardly changes."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        taken, reserved = total - free, torch.cuda.memory_reserved(self.device)
+        return DeviceMemory(
+            tensors=torch.cuda.memory_allocated(self.device),
+            most_tensors=torch.cuda.max_memory_allocated(self.device),
+            taken=taken,
+            most_taken=taken - reserved + torch.cuda.max_memory_reserved(self.device),
+        )
+
+    def let_go(self) -> None:
         """See `Accelerator`."""
-        return torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.synchronize(self.device)  # an interrupt may have left one running
+        self._anchor, self._memory = None, torch.cuda.graph_pool_handle()
 
     def start_copy(self, to: Tensor, source: Tensor, urgent: bool) -> Landing:
         """See `Accelerator`."""
@@ -281,13 +317,8 @@ class Cuda:
         with self.active(), _no_collection():
             begin()
             try:
-                forward(boundary)
-            except torch.cuda.OutOfMemoryError as error:
-                raise PlanError(
-                    expected="memory of the GPU for the passes",
-                    found=str(error).splitlines()[0],
-                    mend="make the expert cache smaller (--expert-cache), or the context (--context)",
-                ) from error
+                with shortage("memory of the GPU for the passes", SMALLER):
+                    forward(boundary)
             finally:
                 graphs[-1].capture_end()
 

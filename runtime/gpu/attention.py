@@ -7,6 +7,7 @@ rows are and however many hidden keys follow: it walks along the keys in order, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,6 +20,7 @@ from runtime.errors import InputError
 from runtime.model.loader import cache_argument
 
 NAME = "moespeq"
+_LATENTS = 256  # the fewest keys that a pass looks at, where a context has as many
 _ROWS = [SDPBackend.EFFICIENT_ATTENTION]
 _BLOCK = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -81,7 +83,26 @@ def install(model: nn.Module) -> AttentionPass:
     for module in model.modules():
         if cache_argument(module) is not None and not hasattr(module, "layers"):
             module.moespeq_pass = shared  # type: ignore[assignment]
+            expand = getattr(module, "kv_b_proj", None)
+            if isinstance(expand, nn.Linear):
+                expand.forward = _in_blocks(expand, shared)  # type: ignore[assignment]
     return shared
+
+
+def _in_blocks(linear: nn.Linear, shared: AttentionPass) -> Callable[[Tensor], Tensor]:
+    """What makes keys and values of latents, for decoding passes some at a time.
+
+    A pass expands the latents of all keys that it looks at. In products of one shape a key has the same bits whether
+    the pass looks at 256 or 4096 keys.
+    """
+
+    def forward(x: Tensor) -> Tensor:
+        if shared.positions is None or x.shape[-2] <= _LATENTS:
+            return F.linear(x, linear.weight, linear.bias)
+        parts = torch.split(x, _LATENTS, -2)
+        return torch.cat([F.linear(part, linear.weight, linear.bias) for part in parts], -2)
+
+    return forward
 
 
 def refuse(model: nn.Module) -> None:

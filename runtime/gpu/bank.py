@@ -141,6 +141,10 @@ class ResidentBank:
         """How a layer lies on the device, counting those with experts from 0, and its slots, one an expert."""
         return self._layouts[place], self._layers[place][1]
 
+    def unload(self) -> None:
+        """Give the memory back; nothing can be computed after it."""
+        self._layers.clear()
+
     def run(self, place: int, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, out: Tensor) -> None:
         """Queue a layer: bfloat16 x and out [M, H], int32 top_k_index [M, k], float32 top_k_weights [M, k]."""
         kernels, slots, slot_of = self._layers[place]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +18,7 @@ from runtime.config import RunSettings
 from runtime.decode.loop import Draft, Route
 from runtime.decode.sampling import Logits
 from runtime.engine import BaseEngine, checked_at_once
-from runtime.errors import PlanError
-from runtime.gpu.accelerator import Accelerator, Cuda
+from runtime.gpu.accelerator import SMALLER, Accelerator, Cuda
 from runtime.gpu.admission import ResidualSlots
 from runtime.gpu.bank import ResidentBank, pack_layers
 from runtime.gpu.draft import DeviceDraft
@@ -28,6 +28,7 @@ from runtime.gpu.host_tier import Arena, ArenaCopies, HostCache, HostRecords, Ho
 from runtime.gpu.model import DeviceModel
 from runtime.gpu.residual import RecordExperts, ResidualTools
 from runtime.gpu.residual_facts import ResidualFacts
+from runtime.gpu.shortage import shortage
 from runtime.gpu.slots import DevicePool
 from runtime.gpu.target import ROWS, BlockTarget, Exact, RowsTarget
 from runtime.kernels.dispatch import Backend, ExpertKernels
@@ -40,12 +41,15 @@ from runtime.memory.cache import ExpertCache
 from runtime.memory.eviction import make_policy
 from runtime.memory.location import ExpertKey
 from runtime.memory.plan import MemoryPlan
+from runtime.memory.sizes import format_size
 from runtime.memory.slots import SlotPool
 from runtime.memory.store import RecordFacts, RecordStore
 from runtime.stats import DecodeStats
 
 BLOCK_TOKENS = 4096
 """Prompt tokens of one block; the same whatever else is set, so that the KV of a prompt has the same bits."""
+
+_FREE = "free the GPU's memory: what was planned for is taken by now"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ class Parts:
         store: sizes and names of the exact experts' records.
         tier: has them in this machine's memory.
         name: for the report.
-        close: lets go of files.
+        close: lets go of files, and of the device's memory where the model is this one run's.
         heat: how often each expert was used on a profile's texts, where the pack knows.
         residual: which records are residual ones; None where all are raw.
     """
@@ -127,7 +131,8 @@ def load_pack(
     shape = expert_shape(pack.spec, activation)
     capacity = plan.context_tokens
     names = pack.dense_names()
-    model = DeviceModel(pack.config_folder, pack.spec, pack.read_dense, names, device, capacity, toolkit.rows)
+    with shortage(f"{format_size(plan.dense_bytes)} of device memory for the dense weights", _FREE):
+        model = DeviceModel(pack.config_folder, pack.spec, pack.read_dense, names, device, capacity, toolkit.rows)
     bank, residual = None, ResidualFacts.of(pack)
     if drafts(settings) or residual is not None:
         bank = make_bank(pack_layers(pack, shape, device, settings.direct_io), toolkit)
@@ -144,7 +149,14 @@ def load_pack(
     except BaseException:
         store.close()
         raise
-    return Parts(model, activation, bank, store, tier, str(pack.folder), store.close, pack.heat, residual)
+
+    def close() -> None:
+        store.close()
+        model.unload()
+        if bank is not None:
+            bank.unload()
+
+    return Parts(model, activation, bank, store, tier, str(pack.folder), close, pack.heat, residual)
 
 
 def drafts(settings: RunSettings) -> bool:
@@ -158,7 +170,8 @@ def make_bank(layers: Any, toolkit: Toolkit) -> ResidentBank:
     def kernels(layout: SlotLayout) -> Backend:
         return toolkit.kernels(layout, layout.shape.num_experts, ROWS)
 
-    return ResidentBank(layers, kernels, toolkit.accelerator.device)
+    with shortage("device memory for the draft's experts", f"{_FREE}, or run without a draft (--no-speculate)"):
+        return ResidentBank(layers, kernels, toolkit.accelerator.device)
 
 
 @functools.lru_cache(maxsize=1)  # a start asks three times, and each answer builds the model without its weights
@@ -214,8 +227,10 @@ class GpuEngine(BaseEngine):
             closing.callback(parts.close)
             closing.callback(parts.tier.close)
             closing.callback(model.let_go)
-            self._experts = slot_experts(parts, plan, toolkit, max(ROWS, min(BLOCK_TOKENS, model.capacity)))
-            self._warm_up(shape)
+            with shortage("device memory for the KV cache and work space", SMALLER):
+                self._experts = slot_experts(parts, plan, toolkit, max(ROWS, min(BLOCK_TOKENS, model.capacity)))
+                closing.callback(self._experts.release)
+                self._warm_up(shape)
             policy = make_policy(
                 settings.eviction, heat=parts.heat, alpha=settings.alpha, beta=settings.beta, gamma=settings.gamma
             )
@@ -229,6 +244,7 @@ class GpuEngine(BaseEngine):
             self.stats = DecodeStats(self.cache.stats)
             trace = self.stats.trace if keep_trace else None
             exact = Exact(accelerator, model, self.cache, self._experts, trace)
+            closing.callback(accelerator.let_go)
             self._rows = RowsTarget(exact)
             closing.callback(self._rows.close)
             self._blocks = BlockTarget(exact)
@@ -236,6 +252,18 @@ class GpuEngine(BaseEngine):
             if parts.bank is not None and drafts(settings):
                 self._draft = DeviceDraft(accelerator, model, parts.bank, settings.prefetch_window)
                 closing.callback(self._draft.close)
+            self._host_stats = parts.tier.stats
+            self._facts = {
+                "pack": parts.name,
+                "device": str(accelerator.device),
+                "measured_bytes": {
+                    "dense": model.dense_bytes,
+                    "draft": 0 if parts.bank is None else parts.bank.num_bytes,
+                    "kv": model.kv.allocated_bytes,
+                    "expert_cache": self._experts.num_bytes,
+                },
+                "host_memory_pinned": parts.tier.pinned,
+            }
             if plan.num_slots >= spec.num_records:
                 self._load_all()
             else:
@@ -301,7 +329,8 @@ class GpuEngine(BaseEngine):
         for start in range(0, len(tokens), BLOCK_TOKENS):
             part = tokens[start : start + BLOCK_TOKENS]
             self.announce_prompt(len(part))
-            self._blocks.block(part, start)
+            with shortage(f"device memory for {len(part)} tokens of a prompt", SMALLER):
+                self._blocks.block(part, start)
 
     def rows(self, tokens: Sequence[int], position: int) -> tuple[Sequence[Logits], list[Route]]:
         """See `BaseEngine`."""
@@ -316,23 +345,19 @@ class GpuEngine(BaseEngine):
 
     def report(self) -> dict[str, Any]:
         """Everything `--stats` writes but the texts."""
-        parts, host = self._parts, self._parts.tier.stats
-        return super().report() | {
-            "pack": parts.name,
-            "device": str(self._toolkit.accelerator.device),
-            "measured_bytes": {
-                "dense": parts.model.dense_bytes,
-                "draft": 0 if parts.bank is None else parts.bank.num_bytes,
-                "kv": parts.model.kv.allocated_bytes,
-                "expert_cache": self._experts.num_bytes,
-            },
-            "recording_s": self._recording_s,
-            "host_memory_pinned": parts.tier.pinned,
-            "host_cache": None if host is None else host.snapshot(),
-        }
+        host = self._host_stats
+        return (
+            super().report()
+            | self._facts
+            | {
+                "recording_s": self._recording_s,
+                "device_memory": dataclasses.asdict(self._toolkit.accelerator.memory()),
+                "host_cache": None if host is None else host.snapshot(),
+            }
+        )
 
     def close(self) -> None:
-        """See `BaseEngine`."""
+        """See `BaseEngine`; afterwards there are the figures, and no memory."""
         self._closing.close()
 
     def _close_cache(self) -> None:
@@ -358,14 +383,11 @@ def slot_experts(parts: Parts, plan: MemoryPlan, toolkit: Toolkit, max_tokens: i
         return toolkit.kernels(layout, num_slots, max_tokens)
 
     made = (parts.bank, parts.residual, parts.store, toolkit.residual, plain, accelerator)
-    try:
+    with shortage(
+        f"device memory for the directories of {plan.num_slots} slots and to decode a prompt's experts to",
+        "make the expert cache smaller (--expert-cache), or free the GPU's memory",
+    ):
         return RecordExperts(slots, *made)
-    except torch.cuda.OutOfMemoryError as error:
-        raise PlanError(
-            expected=f"device memory for the directories of {plan.num_slots} slots and to decode a prompt's experts to",
-            found=str(error).splitlines()[0],
-            mend="make the expert cache smaller (--expert-cache), or free the GPU's memory",
-        ) from error
 
 
 class _Idle:

@@ -59,6 +59,9 @@ class SlotExperts(Protocol):
             ArtifactError: a record admitted since the last time has faults; what was computed from it means nothing.
         """
 
+    def release(self) -> None:
+        """Give the memory of slots, and what is kept beside them, back; nothing is computed after it."""
+
 
 class RawExperts:
     """See `SlotExperts`: records that are BF16 slots.
@@ -101,3 +104,7 @@ class RawExperts:
     def settle(self) -> None:
         """See `SlotExperts`."""
         self._accelerator.mark().wait()
+
+    def release(self) -> None:
+        """See `SlotExperts`."""
+        self.pool.release()

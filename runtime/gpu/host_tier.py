@@ -65,11 +65,12 @@ class PinnedPool(SlotPool):
             address = self.tensor(0).data_ptr()
             self.pinned = int(_runtime().cudaHostRegister(address, self.total_bytes, _REGISTER_PORTABLE)) == 0
 
-    def unpin(self) -> None:
-        """Give the pages back to the system's management; copies must have ended."""
+    def release(self) -> None:
+        """Unpin the memory and give it back; copies must have ended."""
         if self.pinned:
             _runtime().cudaHostUnregister(self.tensor(0).data_ptr())
             self.pinned = False
+        super().release()
 
 
 class Arena:
@@ -108,7 +109,7 @@ class Arena:
                 done(read.result())
         except BaseException:
             threads.shutdown(cancel_futures=True)
-            pool.unpin()
+            pool.release()
             raise
         threads.shutdown()
         return cls(pool, slots)
@@ -128,7 +129,7 @@ class Arena:
     def close(self) -> None:
         """See `HostTier`."""
         if self._owned:
-            self._pool.unpin()
+            self._pool.release()
 
 
 class ArenaCopies:
@@ -165,7 +166,7 @@ class HostCache:
     def close(self) -> None:
         """See `HostTier`."""
         self.cache.close()
-        self._pool.unpin()
+        self._pool.release()
 
 
 class HostRecords:

@@ -106,6 +106,12 @@ class DeviceModel:
         self.kv.place_rows(None, 0)
         self.attention.block(0, 0)
 
+    def unload(self) -> None:
+        """Give the memory of weights and KV back; there are no passes after it."""
+        self._decoder = None
+        loader.drop_module(self.model)
+        self.kv = SharedKv(self.spec.num_layers, 0)
+
     def length_for(self, end: int) -> int:
         """Keys that a pass up to position `end` - 1 looks at: few different numbers, as each is recorded apart."""
         length = LEAST_LENGTH

@@ -31,6 +31,7 @@ from runtime.model.kv import bytes_per_token
 
 _SLOT_SHARE = 0.9  # of what the other parts leave, where no size is asked for
 _HOST_SHARE = 0.8  # of the host's memory, likewise
+_MASK_BYTES = 6  # of a key for a row: as a byte, twice, and as the BF16 numbers that are added, twice
 _LIBRARY_BYTES = 400_000_000  # libraries' work space, recorded passes, fragments of the allocator; measured on an H200
 
 
@@ -177,7 +178,7 @@ def make_gpu_plan(
 
 
 def workspace_bytes(spec: MoeSpec, config: dict[str, Any], context_tokens: int, beside: Beside | None = None) -> int:
-    """Device memory beside weights, slots and KV: a prompt's sorted rows, activations, logits, scratch slots."""
+    """Device memory beside weights, slots and KV: a prompt's sorted rows, activations, attention, logits, scratch."""
     block = min(BLOCK_TOKENS, context_tokens)
     pairs, hidden = block * spec.top_k, spec.hidden_size
     sorted_rows = pairs * (2 * hidden + 2 * spec.moe_intermediate_size + 4 * hidden)
@@ -187,7 +188,19 @@ def workspace_bytes(spec: MoeSpec, config: dict[str, Any], context_tokens: int, 
     logits = ROWS * int(config["vocab_size"]) * 6
     if beside is not None:
         sorted_rows = sorted_rows * beside.kernel_sets + beside.scratch_bytes
-    return sorted_rows + waves + activations + logits + _LIBRARY_BYTES
+    return sorted_rows + waves + activations + logits + _attention_bytes(config, block, context_tokens) + _LIBRARY_BYTES
+
+
+def _attention_bytes(config: dict[str, Any], block: int, context_tokens: int) -> int:
+    """What a layer's attention makes of the whole context for a block of a prompt that does not begin it."""
+    masks = block * context_tokens * _MASK_BYTES if context_tokens > block else 0
+    heads = int(config["num_attention_heads"])
+    if config.get("kv_lora_rank"):  # keys and values are kept compressed
+        plain, rotated, value = (int(config[f"{name}_head_dim"]) for name in ("qk_nope", "qk_rope", "v"))
+        return masks + 2 * context_tokens * heads * (2 * plain + rotated + 2 * value)
+    repeated = heads > int(config.get("num_key_value_heads") or heads)
+    head_size = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+    return masks + (4 * context_tokens * heads * head_size if repeated else 0)
 
 
 def _host_slots(size: str | None, num_records: int, slot_bytes: int, available_bytes: int) -> int:

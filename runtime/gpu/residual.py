@@ -136,6 +136,12 @@ class RecordExperts:
         """See `SlotExperts`."""
         return self.pool.whole.numel() + self._directory.numel()
 
+    def release(self) -> None:
+        """See `SlotExperts`."""
+        self.pool.release()
+        self._layers = []
+        self._directory, self._scratch = self._directory[:0].clone(), self._scratch[:0].clone()
+
     def warm_up(self) -> None:
         """See `SlotExperts`."""
         nothing = self._experts[:0]

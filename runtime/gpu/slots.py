@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from runtime.errors import PlanError
 from runtime.gpu.accelerator import Accelerator
+from runtime.gpu.shortage import shortage
 from runtime.memory.location import ExpertKey
 from runtime.memory.sizes import format_size
 
@@ -25,14 +25,15 @@ class DevicePool:
 
     def __init__(self, num_slots: int, slot_bytes: int, device: torch.device) -> None:
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
-        try:
+        with shortage(
+            f"{format_size(num_slots * slot_bytes)} of device memory for {num_slots} expert slots",
+            "make the expert cache smaller (--expert-cache), or free the GPU's memory",
+        ):
             self.whole = torch.empty(num_slots, slot_bytes, dtype=torch.uint8, device=device)
-        except torch.cuda.OutOfMemoryError as error:
-            raise PlanError(
-                expected=f"{format_size(num_slots * slot_bytes)} of device memory for {num_slots} expert slots",
-                found=str(error).splitlines()[0],
-                mend="make the expert cache smaller (--expert-cache), or free the GPU's memory",
-            ) from error
+
+    def release(self) -> None:
+        """Give the memory back; nothing may read or write a slot again."""
+        self.whole = self.whole.new_empty(0, self.slot_bytes)
 
     def tensor(self, slot: int) -> Tensor:
         """uint8 [slot_bytes], the slot's own memory."""

@@ -100,15 +100,14 @@ class PriorityPolicy(LfuPolicy):
 
     def victim(self, candidates: Iterable[ExpertKey], next_use: Mapping[ExpertKey, int]) -> ExpertKey | None:
         """The candidate with the lowest score."""
-        tables = (self._uses if self._heat is None else self._heat, self._num_bytes, self._seconds)
-        terms = [
-            (weight / largest, table)
-            for weight, table in zip(self._weights, tables, strict=True)
-            if (largest := max(table.values(), default=0.0)) > 0
-        ]
-        return min(
+        heat, sizes, times = self._uses if self._heat is None else self._heat, self._num_bytes, self._seconds
+        alpha, beta, gamma = (
+            weight / (max(table.values(), default=0.0) or 1.0)
+            for weight, table in zip(self._weights, (heat, sizes, times), strict=True)
+        )
+        return min(  # for every expert that may go, whenever one must: written out, as the run waits for it
             candidates,
-            key=lambda key: sum(factor * table.get(key, 0.0) for factor, table in terms),
+            key=lambda key: alpha * heat.get(key, 0.0) + beta * sizes.get(key, 0.0) + gamma * times.get(key, 0.0),
             default=None,
         )
 

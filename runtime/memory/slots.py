@@ -70,6 +70,10 @@ class SlotPool:
             torch.frombuffer(block, dtype=torch.uint8, count=self.slot_bytes, offset=start) for start in starts
         ]
 
+    def release(self) -> None:
+        """Give the memory back, as soon as nobody holds a slot's; there are no slots after it."""
+        self._buffers, self._tensors = [], []
+
     def tensor(self, slot: int) -> torch.Tensor:
         """uint8 [slot_bytes], the slot's own memory."""
         return self._tensors[slot]

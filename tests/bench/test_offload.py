@@ -10,7 +10,11 @@ import torch
 
 from moespeq_cli.app import main
 from moespeq_cli.bench import offload
+from moespeq_cli.bench import offload_tables as tables
 from moespeq_cli.bench.command import _encodings
+from moespeq_cli.bench.offload_compare import Comparison
+from moespeq_cli.bench.offload_compare import routing as routing_of
+from moespeq_cli.bench.offload_kernels import TOKEN_ORDER
 from moespeq_cli.bench.synthetic.models import make_config
 from moespeq_cli.bench.synthetic.parts import _residual, build_encodings
 from runtime.config import RunSettings
@@ -20,7 +24,7 @@ from runtime.gpu.geometry import expert_shape
 from runtime.gpu.host_tier import Arena
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.reference import dequantize
-from tests.gpu.stand_in import HostPool, toolkit
+from tests.gpu.stand_in import HostPool, TorchKernels, toolkit
 
 SMALL: dict[str, Any] = {
     "vocab_size": 4200, "hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128,
@@ -73,17 +77,42 @@ def test_every_way_gives_one_text_and_its_figures(parts: Parts) -> None:
     memory = f"{100 * share + 40:.0f}%"
     told: list[dict[str, Any]] = []
     ways = [*offload.modes(), *offload.ABLATIONS]
-    rows, routing = offload.compare(sweep, [memory], ways, told.append)
+    comparison = Comparison()
+    rows = comparison.run(sweep, [memory], ways, told.append)
+    compared = comparison.as_json()
+    routing = compared["routing"]
+    assert (compared["ways"], compared["prompts"], compared["tokens"]) == (len(ways), 2, 12)
     assert rows == told and [row["mode"] for row in rows] == [way.name for way in ways]
     by_name = {row["mode"].split(":")[0]: row for row in rows}
     slots = {name: row["num_slots"] for name, row in by_name.items()}
     assert slots["SM"] > slots["SC"] == slots["lookahead"]
     assert by_name["SM"]["planned_bytes"] - by_name["lookahead"]["planned_bytes"] < sweep.expert_bytes / 16
     for row in rows:
-        assert row["new_tokens"] == 12
+        assert row["new_tokens"] == 12 and row["same_text"]
         assert row["expert_cache"]["read_bytes"] >= row["own_bound_bytes_per_token"] * 12 > 0
     assert routing["rows"] == 12 and 0 < routing["entropy"] <= 1 and 0 <= routing["neighbours"] <= 1
-    assert offload.table(rows).count("\n") == len(rows) + 1
+    assert tables.ways(rows).count("\n") == len(rows) + 1
+
+
+def test_token_order_computes_the_rows_of_a_pass_alone_and_those_of_a_prompt_together(parts: Parts) -> None:
+    made: list[TorchKernels] = []
+    prompts = offload.make_prompts(1, 12, 3, 4096)
+    sweep = offload.Sweep(parts, SETTINGS, prompts, 3, 1, lambda graphs: toolkit(made), 10**10)
+    sweep.run(offload.Mode("token order", {}, kernels=TOKEN_ORDER), "100%")
+    assert {rows for rows, _ in made[-1].calls} == {1, 11}
+
+
+def test_another_text_is_said_of_a_way_that_may_give_one(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep, run = sweep_of(parts), offload.Sweep.run
+
+    def other(self: offload.Sweep, mode: offload.Mode, memory: str) -> offload.Outcome:
+        found = run(self, mode, memory)
+        return found if mode.same_text else dataclasses.replace(found, tokens=[[7]])
+
+    monkeypatch.setattr(offload.Sweep, "run", other)
+    comparison, look = Comparison(), offload.modes()[-1]
+    rows = comparison.run(sweep, ["100%"], [look, dataclasses.replace(look, same_text=False)], lambda row: None)
+    assert [row["same_text"] for row in rows] == [True, False] and comparison.as_json()["ways"] == 1
 
 
 def test_residual_records_beside_raw_ones(made: dict[str, Parts]) -> None:
@@ -92,7 +121,7 @@ def test_residual_records_beside_raw_ones(made: dict[str, Parts]) -> None:
     memory = f"{100 * sweep.draft_bytes / sweep.expert_bytes + 40:.0f}%"
     ways = offload.modes(["raw", "residual"])
     assert [way.encoding for way in ways[-3:]] == ["raw", "residual", "residual"]
-    rows, _ = offload.compare(sweep, [memory], [ways[0], *ways[-3:]], lambda row: None)
+    rows = Comparison().run(sweep, [memory], [ways[0], *ways[-3:]], lambda row: None)
     sm, raw, plain, residual = rows
     assert [row["encoding"] for row in rows] == ["raw", "raw", "residual", "residual"]
     records = sweep.records()
@@ -148,7 +177,7 @@ def test_memory_below_the_draft_is_refused(parts: Parts) -> None:
 def test_too_little_memory_is_refused_before_anything_is_measured(parts: Parts) -> None:
     told: list[dict[str, Any]] = []
     with pytest.raises(InputError, match="what the draft takes"):
-        offload.compare(sweep_of(parts), ["100%", "5%"], offload.modes(), told.append)
+        Comparison().run(sweep_of(parts), ["100%", "5%"], offload.modes(), told.append)
     assert not told
 
 
@@ -164,7 +193,7 @@ def test_first_token_needs_the_prompts_experts(parts: Parts) -> None:
     row = offload.first_token(sweep, f"{100 * share + 60:.0f}%", 40)
     assert row["tokens"] == 40 and row["ms"] >= row["prefill_ms"] > 0 < row["recording_ms"]
     assert row["read_bytes"] >= 4 * parts.store.max_record_bytes
-    assert offload.first_token_table([row]).startswith("| prompt |")
+    assert tables.first_tokens([row]).startswith("| prompt |")
 
 
 def test_a_way_that_changes_the_text_reports_nothing(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,15 +207,17 @@ def test_a_way_that_changes_the_text_reports_nothing(parts: Parts, monkeypatch: 
     ways = offload.modes()[:2]
     first = run(ways[0], "100%")
     monkeypatch.setattr(sweep, "run", lambda mode, memory: first if mode is ways[0] else lying(mode, memory))
+    told: list[dict[str, Any]] = []
     with pytest.raises(RuntimeError, match="changed the text"):
-        offload.compare(sweep, ["100%"], ways, lambda row: None)
+        Comparison().run(sweep, ["100%"], ways, told.append)
+    assert len(told) == 1
 
 
 def test_routing_figures_of_known_rows() -> None:
     even = [[(0, 0), (0, 1)], [(0, 2), (0, 3)]]
-    assert offload.routing(even, 1, 4) == {"rows": 2, "entropy": pytest.approx(1.0), "neighbours": 0.0}
-    assert offload.routing([even[0], even[0]], 1, 4)["neighbours"] == 1.0
-    assert offload.routing([even[0], even[0]], 1, 4)["entropy"] == pytest.approx(0.5)
+    assert routing_of(even, 1, 4) == {"rows": 2, "entropy": pytest.approx(1.0), "neighbours": 0.0}
+    assert routing_of([even[0], even[0]], 1, 4)["neighbours"] == 1.0
+    assert routing_of([even[0], even[0]], 1, 4)["entropy"] == pytest.approx(0.5)
 
 
 def test_prompts_are_the_same_every_time() -> None:

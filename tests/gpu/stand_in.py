@@ -14,7 +14,7 @@ from runtime.artifacts.record import DraftFormat, DraftRecord, LinearFormat, tar
 from runtime.artifacts.residual import ResidualEncoding
 from runtime.config import RunSettings
 from runtime.errors import ArtifactError
-from runtime.gpu.accelerator import Forward, Mark, Run, plain
+from runtime.gpu.accelerator import DeviceMemory, Forward, Mark, Run, plain
 from runtime.gpu.engine import GpuEngine, Toolkit, load_pack
 from runtime.gpu.plan import plan_gpu
 from runtime.gpu.residual import ResidualTools
@@ -82,8 +82,11 @@ class Processor:
     def forget_peak(self) -> None:
         """Nothing is measured."""
 
-    def peak_bytes(self) -> int:
-        return 0
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory()
+
+    def let_go(self) -> None:
+        """Nothing is recorded."""
 
     def start_copy(self, to: Tensor, source: Tensor, urgent: bool) -> Landing:
         return LateCopy(to, source)

@@ -88,3 +88,20 @@ def logits_of(engine: GpuEngine, prompts: list[list[int]]) -> Logits:
         for prompt in prompts:
             say(engine, prompt, 100, logits)
     return logits
+
+
+def test_a_closed_run_leaves_nothing_on_the_gpu(embedded: Pack, prompts: list[list[int]]) -> None:
+    """The second and third engine of a process find what the first one found; libraries' work space may have come."""
+    taken, most, planned = [], [], 0
+    for _ in range(3):
+        engine = engine_of(embedded, slots=40)
+        engine._toolkit.accelerator.forget_peak()
+        before = engine._toolkit.accelerator.memory().tensors
+        texts(engine, prompts[:1], 20, 20)
+        accelerator, planned = engine._toolkit.accelerator, engine.plan.total_bytes
+        most.append(accelerator.memory().most_tensors)
+        assert accelerator.memory().tensors < before
+        accelerator.forget_peak()
+        taken.append(accelerator.memory().taken)
+    assert max(taken[1:]) - taken[0] < 64 << 20
+    assert max(most) - most[0] < 64 << 20 and max(most) < 1.1 * planned

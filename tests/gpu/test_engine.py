@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import threading
 import time
+import weakref
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -21,8 +23,10 @@ from runtime.decode.sampling import SamplingSettings
 from runtime.engine import Request
 from runtime.errors import ArtifactError, InputError, PlanError
 from runtime.gpu import engine as gpu_engine
+from runtime.gpu.model import DeviceModel
 from runtime.gpu.plan import plan_gpu
-from runtime.gpu.target import ROWS
+from runtime.gpu.target import ROWS, BlockTarget
+from runtime.kernels.layout import SlotLayout
 from tests.decode.conftest import PackOf
 from tests.decode.packs import build, prompt_of
 from tests.gpu.runs import Logits, say
@@ -195,6 +199,67 @@ def test_a_gpu_without_the_memory_is_refused_with_what_to_do(pack_of: PackOf, mo
     assert threading.active_count() == before
 
 
+@pytest.mark.parametrize("part", ["dense", "draft", "work", "prompt"])
+def test_memory_that_runs_out_is_said_and_given_back(
+    pack_of: PackOf, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """What was made until then goes, even while somebody still looks at the error."""
+    pack, made, calls = pack_of("qwen2_moe", torch.bfloat16), [], 0
+    before = threading.active_count()
+
+    def fails(inner: Any, at: int) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nGPU 0 has ...")
+            found = inner(*arguments, **named)
+            if isinstance(found, Tensor):
+                made.append(weakref.ref(found))
+            return found
+
+        return call
+
+    owner: Any
+    owner, name, at = {
+        "dense": (Pack, "read_dense", 9),
+        "draft": (SlotLayout, "pack_codes", 2),
+        "work": (DeviceModel, "rows", 2),
+        "prompt": (BlockTarget, "compute", 2),
+    }[part]
+    monkeypatch.setattr(owner, name, fails(getattr(owner, name), at))
+    with pytest.raises(PlanError, match="Tried to allocate") as refused, open_gpu(pack, settings_of(pack, 4)) as engine:
+        list(engine.generate(Request(prompt_of(20), 2, frozenset(), SamplingSettings())))
+    assert calls == at and refused.value.mend and "\n" not in refused.value.found
+    assert threading.active_count() == before
+    if part in ("dense", "draft"):
+        assert made and not any(tensor() is not None for tensor in made)
+
+
+@pytest.mark.parametrize("changes", [{}, {"host_cache_size": "50%"}, {"speculate": False}])
+def test_a_closed_engine_has_given_its_memory_back(pack_of: PackOf, changes: dict[str, Any]) -> None:
+    """At once, not when the collector comes by: the next run makes its own slots at the same time."""
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    gc.collect()
+    gc.disable()
+    try:
+        with open_gpu(pack, settings_of(pack, 4, **changes)) as engine:
+            list(engine.generate(Request(prompt_of(20), 3, frozenset(), SamplingSettings())))
+            parts = engine._parts
+            tier: Any = parts.tier
+            bank = [] if parts.bank is None else [slots for _, slots, _ in parts.bank._layers]
+            kv = [layer.keys for layer in parts.model.kv.layers]
+            large = [*parts.model.model.parameters(), *kv, *bank, engine._experts.pool.whole, tier._pool.tensor(0)]
+            left = [weakref.ref(tensor) for tensor in large if tensor is not None]
+            assert len(left) > 20
+            del large, bank, kv
+        engine.close()
+        assert not [tensor for tensor in left if tensor() is not None] and parts.model._decoder is None
+        assert engine.report()["measured_bytes"]["expert_cache"] == 4 * pack.target_slot_bytes
+    finally:
+        gc.enable()
+
+
 def test_a_run_begins_with_the_experts_that_a_profile_used_most(pack_of: PackOf) -> None:
     pack = pack_of("qwen2_moe", torch.bfloat16)
     keys = pack.spec.expert_keys()
@@ -231,7 +296,8 @@ def test_plan_says_what_lies_where(pack_of: PackOf) -> None:
     pack = pack_of("qwen2_moe", torch.bfloat16)
     settings = settings_of(pack, 3, host_cache_size="50%")
     with open_gpu(pack, settings) as engine:
-        plan, found = engine.plan, engine.report()["measured_bytes"]
+        plan, report = engine.plan, engine.report()
+    found, memory = report["measured_bytes"], report["device_memory"]
     assert plan.host_slots == pack.spec.num_records // 2
     assert found == {
         "dense": plan.dense_bytes,
@@ -239,6 +305,7 @@ def test_plan_says_what_lies_where(pack_of: PackOf) -> None:
         "kv": plan.kv_bytes,
         "expert_cache": plan.cache_bytes,
     }
+    assert set(memory) == {"tensors", "most_tensors", "taken", "most_taken"}
     assert any("host memory" in name for name, _ in plan.lines())
 
 

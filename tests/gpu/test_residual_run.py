@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import shutil
 import threading
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -335,3 +337,22 @@ def test_a_bank_is_codes_where_one_group_size_fits_both_linears(
 ) -> None:
     spec = packs.raw.spec.__class__("mixtral", 1, (0,), 8, 2, 256, 128, "BF16", False, 0)
     assert bank_form(DraftFormat(LinearFormat(*gate_up), LinearFormat(*down)), spec) == form
+
+
+def test_a_closed_engine_has_given_its_memory_back(packs: Packs) -> None:
+    """Slots, their directories and the scratch slots too, and at once."""
+    settings = RunSettings(expert_cache_size="40%", context=128)
+    gc.collect()
+    gc.disable()
+    try:
+        with open_gpu(packs.residual, settings) as engine:
+            list(engine.generate(Request(prompt_of(5), 2, frozenset(), SamplingSettings())))
+            experts: Any = engine._experts
+            parts = experts.pool.whole, experts._directory, experts._scratch
+            left = [weakref.ref(part) for part in parts]
+            size = experts.num_bytes
+            del parts
+        assert not [part for part in left if part() is not None]
+        assert engine.report()["measured_bytes"]["expert_cache"] == size
+    finally:
+        gc.enable()

@@ -21,6 +21,7 @@ from runtime.gpu.geometry import expert_shape
 from runtime.gpu.host_tier import Arena, PinnedPool
 from runtime.gpu.model import DeviceModel
 from runtime.gpu.residual_facts import ResidualFacts
+from runtime.gpu.shortage import shortage
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.reference import quantize
 from runtime.kernels.shape import Activation, WeightForm
@@ -97,7 +98,7 @@ def build_encodings(
         The model by the encoding of its exact experts, `raw` and as asked for `residual`: one dense part and one draft.
 
     Raises:
-        PlanError: the host has not the memory for the exact experts.
+        PlanError: the host has not the memory for the exact experts, or the device for the others.
     """
     device = toolkit.accelerator.device
     maker = TensorMaker(Architecture.of(config), seed, device)
@@ -112,9 +113,10 @@ def build_encodings(
     dense = [name for name in tensors if name not in routed]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
-        model = DeviceModel(
-            Path(folder), spec, lambda name: maker.make(tensors[name]), dense, device, context, toolkit.rows
-        )
+        with shortage("device memory for the dense weights", "build fewer layers (--layers)"):
+            model = DeviceModel(
+                Path(folder), spec, lambda name: maker.make(tensors[name]), dense, device, context, toolkit.rows
+            )
     exact = SlotLayout(shape, WeightForm("bf16"))
     pool = PinnedPool(spec.num_records, exact.slot_bytes)
     slots = {key: slot for slot, key in enumerate(spec.expert_keys())}
