@@ -66,6 +66,12 @@ __device__ __forceinline__ u32 word_of(const Codes& c, int step) {
   return step % 4 == 0 ? v.x : step % 4 == 1 ? v.y : step % 4 == 2 ? v.z : v.w;
 }
 __device__ __forceinline__ u32 scales_at(const u8* unit, int set, int lane) { return *(const u32*)(unit + 1024 + scale_byte(set, lane / 4, 0)); }
+struct ExceptionsOf {
+  const u8* record;   // from the unit's low bytes on
+  u32 places, bytes;
+  __device__ __forceinline__ u32 place(u32 i) const { return ((const u16*)(record + places))[i]; }
+  __device__ __forceinline__ u32 byte(u32 i) const { return record[bytes + i]; }
+};
 __device__ __forceinline__ int padded16(int n) { return (n + 15) / 16 * 16; }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4) residual_index(
@@ -128,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) residual_index(
         const u32 nibbles = (words_at - k * 2048 + 4 * (row & 0xffffu)) / 4, places_from = places_at + 2 * first - k * 2048;
         const u32 high = 2 * total - first;   // from the unit's places to the high bytes
         if (right && lane == 0)
-          *(uint4*)(to + k * DIRECTORY_BYTES + 64) = make_uint4((u32)(begin / 16) + k * 128, nibbles | high << 16, words | count << 16 | (count || !plain ? 0x80000000u : 0), places_from);
+          *(uint4*)(to + k * DIRECTORY_BYTES + 64) = make_uint4((u32)(begin / 16) + k * 128, nibbles | high << 16, words | count << 16 | (plain ? 0 : 0x80000000u), places_from);
       }
       *(u16*)(to + k * DIRECTORY_BYTES + lane * 2) = before - count;
     }
@@ -203,10 +209,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) residual_decode(
       Scales scale;
       at += own * 8;
       const u32 one = ((u32)units >> 31) + 1;
+      Exceptions<ExceptionsOf> own_exceptions({record, places_at(entry), exception_bytes_at(entry)}, exceptions(entry), lane);
 #pragma unroll
       for (int c = 0; c < 4; c++) {
         if (c * SCALE_SETS % 4 == 0) scale = scales_of(scales[c * SCALE_SETS / 4]);
-        rebuild_two(word_of(codes, 2 * c), word_of(codes, 2 * c + 1), low[c], scale, table, at, one, a);
+        u32 high[4];
+        rebuild_two(word_of(codes, 2 * c), word_of(codes, 2 * c + 1), low[c], scale, table, at, one, high);
+        own_exceptions.put(c, lane, high);
+        join_bytes(low[c], high, a);
         write(c, a);
       }
     }
