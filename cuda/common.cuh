@@ -22,6 +22,11 @@ __device__ __forceinline__ u32 lds16(u32 a) {
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(a));
   return v;
 }
+__device__ __forceinline__ u32 lds8(u32 a) {
+  u16 v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=h"(v) : "r"(a));
+  return v;
+}
 __device__ __forceinline__ float lds_f32(u32 a) { return __uint_as_float(lds32(a)); }
 __device__ __forceinline__ float4 lds_f128(u32 a) {
   uint4 v = lds128(a);

@@ -19,7 +19,7 @@
 //   Phase 1, gate and up: tile n of the block goes to groups in turn; a finisher adds the members' sums.
 //   Phase 2, down: entry i of the list goes to groups in turn; the parts are added when the 16 rows are over.
 // The tokens of a warp's next unit are loaded into registers as soon as those of this one leave them.
-// A unit that the directory marks is rebuilt weight by weight from global memory.
+// A unit that the directory marks, or whose exceptions are too many for the stage, is rebuilt weight by weight from global memory.
 #define FORM 0         // the bank's
 #define RECORDS 1
 #include "expert_layer.cuh"
@@ -36,6 +36,7 @@
 #define FINISHERS 2
 #define LOOK 2         // tiles whose directory is read ahead of their copies
 #define DEPTH 6        // notes of a fifo
+#define ROOM_EXCEPTIONS 128   // of a unit, in the mean over a block, that a stage has with it
 #define MOST_CLAIM 4
 #define UNIT_K 128
 #define UNIT_BYTES (CODE_BYTES + 32 * SCALE_SETS)
@@ -73,7 +74,8 @@
 #define OFF_LISTS (OFF_SOURCE + MAX_ACTIVE * COLUMNS * 4)
 #include "few_tokens.cuh"
 
-#define MOST_STAGE_BYTES (STAGE_UNITS * (UNIT_BYTES + DIRECTORY_BYTES + 2048 + 1024) + 64)   // all codes zero, and the block's own table
+#define MOST_BLOCK_BYTES (STAGE_UNITS * (2048 + 1024 + 3 * ROOM_EXCEPTIONS) + 64)            // all codes zero, and the block's own table
+#define MOST_STAGE_BYTES (STAGE_UNITS * (UNIT_BYTES + DIRECTORY_BYTES) + MOST_BLOCK_BYTES)
 static_assert(FORM == INT4 && RING_BYTES % 16 == 0 && RING_BYTES >= MOST_STAGE_BYTES, "any stage fits");
 static_assert(TEAM <= 8 && PARTS <= 8 && TEAM <= UNITS1 && PARTS <= UNITS2 && GROUPS1 % FINISHERS == 0, "members");
 static_assert(MOST_STAGES <= 16, "a lane has one entry");
@@ -81,11 +83,16 @@ static_assert(MOST_STAGES <= 16, "a lane has one entry");
 __device__ __forceinline__ u32* sources() { return (u32*)(smem + OFF_SOURCE); }
 struct Warp { int warp, lane; };
 // What lies in a stage; entry -1: phase 1 is over
-struct Note { int entry, tile; u32 place; int count; };
+struct Note {
+  int entry, tile;
+  u32 place;
+  int count;   // units
+  bool far;    // its exceptions are not there
+};
 __device__ __forceinline__ Note read_note(u32 at) {
   const uint4 v = lds128(at);
   Note n;
-  n.entry = v.x, n.tile = v.y, n.place = v.z, n.count = v.w;
+  n.entry = v.x, n.tile = v.y, n.place = v.z, n.count = v.w & 0xffffu, n.far = v.w >> 16;
   return n;
 }
 
@@ -125,6 +132,11 @@ __device__ __forceinline__ void await_h(u32* r, const u16* at, int k) {
   }
 }
 
+struct ExceptionsOf {   // in a stage
+  u32 places, bytes;
+  __device__ __forceinline__ u32 place(u32 i) const { return lds16(places + i * 2); }
+  __device__ __forceinline__ u32 byte(u32 i) const { return lds8(bytes + i); }
+};
 // acc += unit k of a stage (16 rows x 128 columns) * tokens; before() is called when b is needed, after(i) when piece i of it is used for the
 // last time
 template <class BEFORE, class AFTER> __device__ __forceinline__ void multiply(const Args& args, const Note& note, int k, int record, u32 table, int lane, u32* b,
@@ -137,7 +149,7 @@ template <class BEFORE, class AFTER> __device__ __forceinline__ void multiply(co
   const u32 own = low + lane * 16;
   before();
   __syncwarp();
-  if (by_weight(entry)) {
+  if (by_weight(entry) || (note.far && exceptions(entry))) {
     const u8* global = args.records + record * args.record_bytes + entry.low * 16ull;
 #pragma unroll 1
     for (int step = 0; step < 8; step++) {
@@ -157,35 +169,19 @@ template <class BEFORE, class AFTER> __device__ __forceinline__ void multiply(co
     return;
   }
   at = (low + nibble_bytes(entry)) * 8 + at * 4;
-  const u32 one = ((u32)args.num_tokens >> 31) + 1;   // which the compiler does not know
-  if (exceptions(entry)) {
-    const Own exceptional = own_exceptions(args.records + record * args.record_bytes + entry.low * 16ull, entry, lane);
-#pragma unroll 1
-    for (int i = 0; i < 4; i++) {
-      const u32 from = codes + i / 2 * 512 + lane * 16 + i % 2 * 8;
-      u32 a[8];
-      rebuild_two(lds32(from), lds32(from + 4), lds128(own + i * 512), scales_of(lds32(codes + CODE_BYTES + scale_byte(i * SCALE_SETS / 4, lane / 4, 0))), table, at, one, a);
-      put_in(exceptional, 2 * i, a);
-      mma(acc, a[0], a[1], a[2], a[3], b[0], b[1]);
-      mma(acc, a[4], a[5], a[6], a[7], b[2], b[3]);
-      const u32 turned[4] = {b[0], b[1], b[2], b[3]};   // four turns bring every register back
-#pragma unroll
-      for (int j = 0; j < B_REGS - 4; j++) b[j] = b[j + 4];
-#pragma unroll
-      for (int j = 0; j < 4; j++) b[B_REGS - 4 + j] = turned[j];
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++) after(i);
-    return;
-  }
   Scales scales;
+  const u32 one = ((u32)args.num_tokens >> 31) + 1;   // which the compiler does not know
+  Exceptions<ExceptionsOf> listed({low + places_at(entry), low + exception_bytes_at(entry)}, exceptions(entry), lane);
   uint4 words;
 #pragma unroll
   for (int i = 0; i < 4; i++) {   // two steps, 32 k
     if (i % 2 == 0) words = lds128(codes + i / 2 * 512 + lane * 16);
     if (i * SCALE_SETS % 4 == 0) scales = scales_of(lds32(codes + CODE_BYTES + scale_byte(i * SCALE_SETS / 4, lane / 4, 0)));
-    u32 a[8];
-    rebuild_two(i % 2 ? words.z : words.x, i % 2 ? words.w : words.y, lds128(own + i * 512), scales, table, at, one, a);
+    const uint4 bytes = lds128(own + i * 512);
+    u32 high[4], a[8];
+    rebuild_two(i % 2 ? words.z : words.x, i % 2 ? words.w : words.y, bytes, scales, table, at, one, high);
+    listed.put(i, lane, high);
+    join_bytes(bytes, high, a);
     mma(acc, a[0], a[1], a[2], a[3], b[4 * i], b[4 * i + 1]);
     mma(acc, a[4], a[5], a[6], a[7], b[4 * i + 2], b[4 * i + 3]);
     after(i);
@@ -282,7 +278,9 @@ __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 sh
       const uint4 v = lds128(at), w = lds128(at + 16);
       const Entry one = entry_of(v), last = entry_of(w);
       const int count = min(STAGE_UNITS, units - first);
-      const u32 low = one.low * 16, to = max(last.low * 16 + nibble_bytes(last) + nibble_words(last) * 4, low + count * 2048);
+      const u32 low = one.low * 16, all = last.low * 16 + exception_bytes_at(last) + exceptions(last);   // where the block ends
+      const bool far = all - low > MOST_BLOCK_BYTES;
+      const u32 to = max(far ? last.low * 16 + nibble_bytes(last) + nibble_words(last) * 4 : all, low + count * 2048);
       const u32 code_bytes = count * UNIT_BYTES, directory_bytes = count * DIRECTORY_BYTES, record_bytes = (to - low + 15) & ~15u;
       const u32 bytes = code_bytes + directory_bytes + record_bytes;
       const u32 slot = take(fifo);
@@ -290,7 +288,7 @@ __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 sh
       if (me.lane == (int)(head % 32)) begin = write, where = slot;
       if (elect_lane()) {
         const u32 s = slot & 0xffffu, place = shared + write, barrier = full + s * 8;
-        sts128(shared + OFF_NOTE + s * 16, job.entry, job.tile, place, count);
+        sts128(shared + OFF_NOTE + s * 16, job.entry, job.tile, place, count | far << 16);
         barrier_arrive_expect(barrier, bytes);
         copy_bulk(place, codes + first * UNIT_BYTES, code_bytes, barrier);
         copy_bulk(place + code_bytes, directory + first * DIRECTORY_BYTES, directory_bytes, barrier);

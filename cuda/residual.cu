@@ -66,6 +66,12 @@ __device__ __forceinline__ u32 word_of(const Codes& c, int step) {
   return step % 4 == 0 ? v.x : step % 4 == 1 ? v.y : step % 4 == 2 ? v.z : v.w;
 }
 __device__ __forceinline__ u32 scales_at(const u8* unit, int set, int lane) { return *(const u32*)(unit + 1024 + scale_byte(set, lane / 4, 0)); }
+struct ExceptionsOf {
+  const u8* record;   // from the unit's low bytes on
+  u32 places, bytes;
+  __device__ __forceinline__ u32 place(u32 i) const { return ((const u16*)(record + places))[i]; }
+  __device__ __forceinline__ u32 byte(u32 i) const { return record[bytes + i]; }
+};
 __device__ __forceinline__ int padded16(int n) { return (n + 15) / 16 * 16; }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4) residual_index(
@@ -121,18 +127,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) residual_index(
         const int words = (next & 0xffffu) - (row & 0xffffu), count = (int)(next >> 16) - (int)(row >> 16), first = row >> 16;
         right = words == (zeros + 7) / 8 && count >= 0 && count <= 2048 && first + count <= total;
         const u16* places = (const u16*)(record + begin + places_at) + first;
-        bool rising = true, crowded = false;  // more exceptions of a lane than are put in
+        bool rising = true;
         if (right)
-          for (int i = lane; i < count; i += 32) {
-            rising = rising && places[i] < 2048 && (i == 0 || places[i - 1] < places[i]);
-            crowded = crowded || (i >= MOST_OWN && places[i - MOST_OWN] / LANE_PLACES == places[i] / LANE_PLACES);
-          }
-        crowded = !__all_sync(~0u, !crowded);
+          for (int i = lane; i < count; i += 32) rising = rising && places[i] < 2048 && (i == 0 || places[i - 1] < places[i]);
         right = __all_sync(~0u, right && rising);
         const u32 nibbles = (words_at - k * 2048 + 4 * (row & 0xffffu)) / 4, places_from = places_at + 2 * first - k * 2048;
         const u32 high = 2 * total - first;   // from the unit's places to the high bytes
         if (right && lane == 0)
-          *(uint4*)(to + k * DIRECTORY_BYTES + 64) = make_uint4((u32)(begin / 16) + k * 128, nibbles | high << 16, words | count << 16 | (crowded || !plain ? 0x80000000u : 0), places_from);
+          *(uint4*)(to + k * DIRECTORY_BYTES + 64) = make_uint4((u32)(begin / 16) + k * 128, nibbles | high << 16, words | count << 16 | (plain ? 0 : 0x80000000u), places_from);
       }
       *(u16*)(to + k * DIRECTORY_BYTES + lane * 2) = before - count;
     }
@@ -191,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) residual_decode(
         if (here[rh] && column + c * 32 < columns) *(uint4*)(rows[rh] + column + c * 32) = make_uint4(a[rh], a[2 + rh], a[4 + rh], a[6 + rh]);
     };
     u32 a[8];
-    if (by_weight(entry) || exceptions(entry)) {
+    if (by_weight(entry)) {
       at /= 4;
 #pragma unroll 1
       for (int step = 0; step < 8; step++) {
@@ -207,10 +209,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) residual_decode(
       Scales scale;
       at += own * 8;
       const u32 one = ((u32)units >> 31) + 1;
+      Exceptions<ExceptionsOf> own_exceptions({record, places_at(entry), exception_bytes_at(entry)}, exceptions(entry), lane);
 #pragma unroll
       for (int c = 0; c < 4; c++) {
         if (c * SCALE_SETS % 4 == 0) scale = scales_of(scales[c * SCALE_SETS / 4]);
-        rebuild_two(word_of(codes, 2 * c), word_of(codes, 2 * c + 1), low[c], scale, table, at, one, a);
+        u32 high[4];
+        rebuild_two(word_of(codes, 2 * c), word_of(codes, 2 * c + 1), low[c], scale, table, at, one, high);
+        own_exceptions.put(c, lane, high);
+        join_bytes(low[c], high, a);
         write(c, a);
       }
     }

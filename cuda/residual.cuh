@@ -9,8 +9,8 @@
 //   As the bits of BF16 a nibble is its number times a power of two, another one for each of the two rows, which their scales make good.
 // A zero code makes that byte 0. Its own, (N >> 3) << 7 | (S - (N & 7)) with S the high byte of bf16(scale), is put there: of the eight
 //   weights of a step the mask of zero codes chooses, in a table in shared memory, which of the next eight nibbles each one takes.
-// Exceptions are put in afterwards, up to MOST_OWN of a lane. Where a lane has more, or a scale is not positive, the unit is marked and rebuilt
-// weight by weight.
+// Where exceptions are listed, each lane then puts its own in their places; they are in the order of lanes. A unit with a scale that is not positive
+//   is marked, and rebuilt weight by weight.
 // Shifts, masks and sums of integers share a pipe at half rate, which this fills. So some sums are multiplications by `one`, a 1 that the
 //   compiler cannot see to be one.
 #pragma once
@@ -20,14 +20,12 @@
 #define DIRECTORY_BYTES 80
 #define CHOICES_BYTES 4096   // the table: uint4 [256]
 #define BLOCK_UNITS 8        // units of a record's block, at most
-#define MOST_OWN 4           // exceptions of a lane that are put into a unit rebuilt as others are
-#define LANE_PLACES 64       // places of a unit that are a lane's
 
 // A unit of the directory
 struct Entry {
   u32 low;      // its low bytes, from the start of the slot, in 16 bytes
   u32 more;     // bits 0-15: its nibbles, from the low bytes, in 4 bytes; 16-31: high bytes of its exceptions, from their places, in bytes
-  u32 counts;   // bits 0-8: words of nibbles; 16-27: exceptions; 31: to be rebuilt weight by weight
+  u32 counts;   // bits 0-8: words of nibbles; 16-27: exceptions; 31: a scale is not positive
   u32 places;   // u16 places of its exceptions, from the low bytes, in bytes
 };
 __device__ __forceinline__ Entry entry_of(uint4 v) {
@@ -38,6 +36,8 @@ __device__ __forceinline__ Entry entry_of(uint4 v) {
 __device__ __forceinline__ u32 nibble_bytes(const Entry& e) { return (e.more & 0xffffu) * 4; }
 __device__ __forceinline__ u32 nibble_words(const Entry& e) { return e.counts & 511u; }
 __device__ __forceinline__ u32 exceptions(const Entry& e) { return e.counts >> 16 & 4095u; }
+__device__ __forceinline__ u32 places_at(const Entry& e) { return e.places; }                       // from the low bytes
+__device__ __forceinline__ u32 exception_bytes_at(const Entry& e) { return e.places + (e.more >> 16); }
 __device__ __forceinline__ bool by_weight(const Entry& e) { return e.counts >> 31; }
 
 // Bit 3 of every nibble that is 8
@@ -82,9 +82,9 @@ __device__ __forceinline__ Scales scales_of(u32 bits) {   // F16 of row r, and o
   return s;
 }
 
-// The A operand of a step: word of codes, the low bytes of rows r and r + 8, and a lane's next eight nibbles; `at` goes on by four for each
-// nibble used.
-__device__ __forceinline__ void rebuild_step(u32 word, const u32 (&low)[2], const Scales& s, u32 table, u32 next, u32& at, u32 one, u32* a) {
+// The high bytes of a step, by kh, in the order rh, lo: word of codes, the low bytes of rows r and r + 8, and a lane's next eight nibbles; `at` goes
+// on by four for each nibble used.
+__device__ __forceinline__ void rebuild_step(u32 word, const u32 (&low)[2], const Scales& s, u32 table, u32 next, u32& at, u32 one, u32* high) {
   const u32 zero = word & ~multiply_add(word & 0x77777777u, one, 0x77777777u) & 0x88888888u;   // zero_codes
   const uint4 choice = lds128(dot_bytes(zero, CHOICE_PLACES, table));
   const u32 masks[2] = {choice.z, choice.w}, seven = 0x07070707u * one;
@@ -103,59 +103,52 @@ __device__ __forceinline__ void rebuild_step(u32 word, const u32 (&low)[2], cons
       sum[rh] = kh ? half + 0x00ff00ffu - permute(low[rh], 0, 0x4341) : multiply_add(half, one, ~low[rh] & 0x00ff00ffu);
     }
     const u32 own = multiply_add(permute(even, odd, kh ? choice.y : choice.x), one, s.top);
-    const u32 high = (own & masks[kh]) | permute(sum[0], sum[1], 0x7531);
-    a[2 * kh] = permute(low[0], high, kh ? 0x5341 : 0x5240);
-    a[2 * kh + 1] = permute(low[1], high, kh ? 0x7361 : 0x7260);
+    high[kh] = (own & masks[kh]) | permute(sum[0], sum[1], 0x7531);
   }
 }
 
-// Two steps, a[8]; their nibbles, in three words from bit `at` of shared memory on, are loaded at once. `at` goes on behind them.
-__device__ __forceinline__ void rebuild_two(u32 left, u32 right, uint4 low, const Scales& s, u32 table, u32& at, u32 one, u32* a) {
+// Two steps, high[4]; their nibbles, in three words from bit `at` of shared memory on, are loaded at once. `at` goes on behind them.
+__device__ __forceinline__ void rebuild_two(u32 left, u32 right, uint4 low, const Scales& s, u32 table, u32& at, u32 one, u32* high) {
   const u32 from = at >> 3 & ~3u, w0 = lds32(from), w1 = lds32(from + 4), w2 = lds32(from + 8);
   const u32 first = __funnelshift_r(w0, w1, at), second = __funnelshift_r(w1, w2, at);
   const u32 left_low[2] = {low.x, low.y}, right_low[2] = {low.z, low.w};
   u32 used = 0;
-  rebuild_step(left, left_low, s, table, first, used, one, a);
+  rebuild_step(left, left_low, s, table, first, used, one, high);
   const u32 next = shift_pair(first, second, used);
-  rebuild_step(right, right_low, s, table, next, used, one, a + 4);
+  rebuild_step(right, right_low, s, table, next, used, one, high + 2);
   at += used;
 }
 
-// A lane's exceptions of a unit, its place in a lane and its high byte in bits 8-15 each; ~0: none. The record is in global memory, all lanes
-// come together.
-struct Own { u32 of[MOST_OWN]; };
-__device__ __forceinline__ Own own_exceptions(const u8* record, const Entry& entry, int lane) {
-  Own own;
-#pragma unroll
-  for (int q = 0; q < MOST_OWN; q++) own.of[q] = ~0u;
-  const u16* places = (const u16*)(record + entry.places);
-  const u8* bytes = record + entry.places + (entry.more >> 16);
-  const int count = exceptions(entry);
+// A lane's exceptions of a unit; LIST has place(i) and byte(i) of the unit's `count`
+template <class LIST> struct Exceptions {
+  LIST list;
+  u32 count, i, place;   // how many the unit has; the lane's next one, and its place less the lane's first: 64 or more if there are no more
+  __device__ __forceinline__ Exceptions(const LIST& list, u32 count, int lane) : list(list), count(count), i(0), place(64) {
+    if (count == 0) return;
 #pragma unroll 1
-  for (int first = 0; first < count; first += 32) {
-    const u32 mine = first + lane < count ? places[first + lane] | (u32)bytes[first + lane] << 16 : 0;
+    for (u32 d = 1u << (31 - __clz(count)); d; d /= 2)   // those of the lanes before
+      if (i + d <= count && list.place(i + d - 1) < (u32)lane * 64) i += d;
+    next(lane);
+  }
+  __device__ __forceinline__ void next(int lane) { place = i < count ? list.place(i) - lane * 64 : 64; }
+  // Into the high bytes of steps 2 * pair and 2 * pair + 1
+  __device__ __forceinline__ void put(int pair, int lane, u32* high) {
 #pragma unroll 1
-    for (int i = 0; i < min(32, count - first); i++) {
-      const u32 one = __shfl_sync(~0u, mine, i), place = one & 0xffffu;
-      if (place / LANE_PLACES != (u32)lane) continue;
+    while (place < 16u * (pair + 1)) {
+      const u32 byte = list.byte(i), word = place / 4 % 4, shift = 4 * (place % 4);
+      const u32 select = 0x3210u + ((4 - place % 4) << shift);   // 4, the new byte, in its place
 #pragma unroll
-      for (int q = MOST_OWN - 1; q > 0; q--) own.of[q] = own.of[q - 1];
-      own.of[0] = place % LANE_PLACES | one >> 16 << 8;
+      for (u32 w = 0; w < 4; w++)
+        if (w == word) high[w] = permute(high[w], byte, select);
+      i++, next(lane);
     }
   }
-  return own;
-}
+};
 
-// Two steps from `step` on with the lane's exceptions put in
-__device__ __forceinline__ void put_in(const Own& own, int step, u32* a) {
-#pragma unroll
-  for (int q = 0; q < MOST_OWN; q++) {
-    const u32 place = own.of[q] & 255u, at = place / 8 - step, kh = place / 4 % 2, rh = place / 2 % 2, shift = place % 2 * 16 + 8;
-    const u32 which = own.of[q] == ~0u || at > 1 ? 8 : at * 4 + kh * 2 + rh;
-#pragma unroll
-    for (u32 r = 0; r < 8; r++)
-      if (which == r) a[r] = (a[r] & ~(0xff00u << (shift - 8))) | (own.of[q] >> 8 & 255u) << shift;
-  }
+// The A operands of two steps, a[8], from their bytes
+__device__ __forceinline__ void join_bytes(uint4 low, const u32* high, u32* a) {
+  a[0] = permute(low.x, high[0], 0x5240), a[1] = permute(low.y, high[0], 0x7260), a[2] = permute(low.x, high[1], 0x5341), a[3] = permute(low.y, high[1], 0x7361);
+  a[4] = permute(low.z, high[2], 0x5240), a[5] = permute(low.w, high[2], 0x7260), a[6] = permute(low.z, high[3], 0x5341), a[7] = permute(low.w, high[3], 0x7361);
 }
 
 // The same weight by weight, for any scales and with exceptions; `nibbles` and the record in global memory, `at` counts nibbles.

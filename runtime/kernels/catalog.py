@@ -68,7 +68,7 @@ def _fused(
     )
 
 
-def _residual(shape: ExpertShape, group_size: int, tokens: int, max_spill_bytes: int = 0) -> Entry:
+def _residual(shape: ExpertShape, group_size: int, tokens: int) -> Entry:
     """Few tokens from residual records on an H200; 104 registers are all that 608 threads can have."""
     layout = SlotLayout(shape, WeightForm("int4", group_size))
     made = residual_plan.plan(layout, tokens, FusedConfig(), H200.smem_per_block_bytes)
@@ -107,7 +107,7 @@ CATALOG: tuple[Entry, ...] = (
     _residual(_QWEN, 128, 8),
     _residual(_QWEN, 128, 16),
     _residual(_PHI, 128, 8),
-    _residual(_GPT_OSS, 32, 16, 128),  # around units with exceptions
+    _residual(_GPT_OSS, 32, 16),
     _residual(_ODD[1], 64, 8),
     _residual(_ODD[3], -1, 8),
     Entry(

@@ -13,6 +13,7 @@ SOURCE = "moe_residual.cu"
 CAPABILITY = (9, 0)  # of the GPU, at least
 _COMPUTE, _FINISHERS = 16, 2  # warps
 _BLOCK_UNITS, _DIRECTORY_BYTES, _LOW_BYTES, _MOST_NIBBLE_BYTES, _TABLE_BYTES = 8, 80, 2048, 1024, 64
+_EXCEPTIONS_BYTES = 3 * 128  # of a unit, in the mean over a block
 _CHOICES_BYTES = 4096
 _FIRST_CLAIM = 3  # tiles
 _RED_BUFFERS = 2
@@ -80,7 +81,7 @@ def _tile_stages(layout: SlotLayout) -> int:
 
 def _most_stage_bytes(layout: SlotLayout) -> int:
     """A block of a record with its codes and directory, all codes zero."""
-    unit_bytes = layout.form.unit_bytes + _DIRECTORY_BYTES + _LOW_BYTES + _MOST_NIBBLE_BYTES
+    unit_bytes = layout.form.unit_bytes + _DIRECTORY_BYTES + _LOW_BYTES + _MOST_NIBBLE_BYTES + _EXCEPTIONS_BYTES
     return _BLOCK_UNITS * unit_bytes + _TABLE_BYTES
 
 

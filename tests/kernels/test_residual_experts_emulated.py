@@ -29,10 +29,10 @@ FORM, TOKENS = WeightForm("int4", -1), 16
 class Both:
     """A layer for the BF16 kernel and as residual records, expert e's record in a slot of its own order."""
 
-    def __init__(self, folder: Path, smem_bytes: int = SMEM_BYTES) -> None:
+    def __init__(self, folder: Path, smem_bytes: int = SMEM_BYTES, share: float = 1e-2) -> None:
         config, tokens = FusedConfig(), TOKENS
         self.shape = SHAPE
-        experts = with_exceptions(ExactExperts.random(SHAPE, FORM, SHAPE.num_experts, seed=2), 1e-4, seed=4)
+        experts = with_exceptions(ExactExperts.random(SHAPE, FORM, SHAPE.num_experts, seed=2), share, seed=4)
         plain = plain_layout(experts.layout)
         chosen = fused_plan.plan(plain, tokens, config, smem_bytes)
         self.plain = emulated.build(plain, dict(chosen.source.defines), folder)
@@ -90,11 +90,10 @@ def test_has_the_bits_of_bf16_under_any_schedule(both: Both) -> None:
 
 
 def test_a_short_ring_is_used_again_only_when_it_was_read(folder: Path) -> None:
-    both = Both(folder, SHORT_BYTES)
-    batch = both.batch(6, seed=3)
+    both = Both(folder, SHORT_BYTES, share=0.2)  # more exceptions than a stage has room for
+    batch = both.batch(3, seed=3)
     right = both.run_plain(*batch)
-    for seed, copies in ((3, emulated.AT_ONCE), (4, emulated.LATE)):
-        assert torch.equal(both.run(*batch, seed=seed, copies=copies, grid=2, resident=1), right)
+    assert torch.equal(both.run(*batch, seed=3, copies=emulated.LATE, resident=1), right)
 
 
 def test_passes_end_with_the_bits_of_one_call(both: Both) -> None:

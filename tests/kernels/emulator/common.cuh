@@ -11,6 +11,7 @@ template <class T> inline void simt_sts(u32 a, T v) { memcpy(simt::at_shared(a, 
 inline uint4 lds128(u32 a) { return simt_lds<uint4>(a); }
 inline u32 lds32(u32 a) { return simt_lds<u32>(a); }
 inline u32 lds16(u32 a) { return simt_lds<u16>(a); }
+inline u32 lds8(u32 a) { return simt_lds<u8>(a); }
 inline float lds_f32(u32 a) { return simt_lds<float>(a); }
 inline float4 lds_f128(u32 a) { return simt_lds<float4>(a); }
 inline void sts32(u32 a, u32 v) { simt_sts(a, v); }

@@ -267,6 +267,7 @@ inline int2 make_int2(int x, int y) { return {x, y}; }
 template <class A, class B> inline auto min(A a, B b) -> decltype(a + b) { return a < b ? a : b; }
 template <class A, class B> inline auto max(A a, B b) -> decltype(a + b) { return a > b ? a : b; }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
+inline int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
 inline u32 __funnelshift_r(u32 low, u32 high, u32 shift) { return (u32)(((u64)high << 32 | low) >> (shift & 31)); }
 inline float __uint_as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
 inline u32 __float_as_uint(float f) { u32 v; memcpy(&v, &f, 4); return v; }
