@@ -3,7 +3,8 @@
 The library's own pass over a few rows is some sixty launches a layer, nearly all of them shorter than a launch takes.
 Here products that read the same rows are one product, what follows a product elementwise is done where its sums are,
 and norms, rotary positions with the KV, attention and routers are a launch each. Parts of other kinds (attention over
-latents, other routers) stay the library's modules; a model that is put together in another way is left to the library.
+latents, other routers, the head) stay the library's modules; a model that is put together in another way is left to the
+library.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ class RowsDecoder:
     """
 
     def __init__(self, model: Any, moe_layers: Sequence[int], kv: SharedKv, ops: RowOps) -> None:
-        self._model, self._ops = model, ops
+        self._model = model
         places = {layer_id: place for place, layer_id in enumerate(moe_layers)}
         self._layers = [
             _Layer(
@@ -204,7 +205,7 @@ class RowsDecoder:
         )
         silu = config.hidden_act in ("silu", "swish") or not (shared or dense)
         even = all(ops.fits_norm(len(norm.weight)) and _whole(norm) for norm in norms)
-        return silu and even and not biased and all(map(ops.fits_linear, (*weights, model.lm_head.weight)))
+        return silu and even and not biased and all(map(ops.fits_linear, weights))
 
     def logits(self, ids: Tensor, positions: Tensor, length: int, experts: RowExperts) -> Tensor:
         """Queue a pass.
@@ -217,14 +218,14 @@ class RowsDecoder:
         Returns:
             Logits [rows, vocab_size].
         """
-        inner, ops = self._model.model, self._ops
+        inner = self._model.model
         h = inner.embed_tokens(ids)
         here = _Here(positions, length, inner.rotary_emb(h[None], position_ids=positions[None]), experts)
         for layer in self._layers:
             h = layer.attention(h, layer.before(h), here)
             h = layer.mlp(h, layer.between(h), here)
-        head = self._model.lm_head
-        return ops.linear(head.weight, head.bias, self._norm(h))
+        head: Tensor = self._model.lm_head(self._norm(h))
+        return head
 
 
 def _whole(norm: Any) -> bool:
