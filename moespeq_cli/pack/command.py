@@ -26,7 +26,9 @@ Shards = Annotated[int, typer.Option("--shards", min=1, help="Files to spread th
 Encoding = Annotated[
     str,
     typer.Option(
-        "--encoding", help="How the exact experts are written: raw; or residual, smaller, but slow to decode so far"
+        "--encoding",
+        help="How the exact experts are written: raw; residual, smaller, which GPUs from compute capability 9.0 on "
+        "compute from; or auto: residual where this machine has such a GPU and the drafts are INT4, else raw",
     ),
 ]
 Verify = Annotated[bool, typer.Option("--verify", help="Write nothing; read a pack again and compare all of it")]
@@ -39,7 +41,7 @@ def pack(
     out: Out = None,
     artifacts: Artifacts = DEFAULT_ARTIFACTS,
     shards: Shards = 1,
-    encoding: Encoding = "raw",
+    encoding: Encoding = "auto",
     verify: Verify = False,
     dry_run: DryRun = False,
     force: Force = False,
@@ -111,9 +113,10 @@ def _estimate(
 ) -> dict[str, Any]:
     from moespeq_cli.estimate import estimate_pack
     from moespeq_cli.pack.plan import make_plan
+    from runtime.artifacts.encodings import RAW
 
     plan = make_plan(model, quantized, profile, folder, shards, encoding)
-    estimate = estimate_pack(plan.checkpoint, plan.spec, plan.total_bytes, plan.draft_bytes, encoding != "raw")
+    estimate = estimate_pack(plan.checkpoint, plan.spec, plan.total_bytes, plan.draft_bytes, plan.encoding is not RAW)
     for line in (*plan.lines(), *estimate.lines()):
         console.note(line)
     return estimate.as_json(folder)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from moespeq_cli.pack.dense import model_files
+from moespeq_cli.pack.encoding import choose, require_known
 from moespeq_cli.pack.routing import load_routing
 from moespeq_cli.pack.striping import Routing, read_order, stripe
 from runtime.artifacts.checkpoint import Checkpoint
-from runtime.artifacts.encodings import ENCODINGS, RAW, TargetEncoding
+from runtime.artifacts.encodings import RAW, TargetEncoding
 from runtime.artifacts.gptq_format import effective_group_size
 from runtime.artifacts.gptq_import import open_quantized
 from runtime.artifacts.heat import hot_half
@@ -130,10 +131,7 @@ def make_plan(
         InputError: an unusable model or option, or an artifact of another model.
         ArtifactError: an unfinished or damaged artifact.
     """
-    if encoding not in ENCODINGS:
-        raise InputError(
-            expected=f"an encoding among {', '.join(ENCODINGS)}", found=repr(encoding), mend="pass another --encoding"
-        )
+    require_known(encoding)
     checkpoint = Checkpoint.open(model)
     spec = describe(checkpoint)
     if not 1 <= num_shards <= spec.num_records:
@@ -143,6 +141,9 @@ def make_plan(
             mend="pass another --shards; the number of drives that hold the pack is usual",
         )
     source = open_quantized(quantized, checkpoint, spec)
+    drafts = {
+        layer: _draft_format(source.manifest.layers[str(layer)], spec, f"layer {layer}") for layer in spec.moe_layers
+    }
     routing = load_routing(profile, checkpoint.digest) if profile is not None else None
     shards = stripe(len(spec.moe_layers), spec.num_experts, num_shards, routing)
     return PackPlan(
@@ -153,13 +154,10 @@ def make_plan(
         quantized_sha256=source.sha256,
         routing=routing,
         profile_sha256=sha256_file(profile / MANIFEST) if profile is not None else None,
-        encoding=ENCODINGS[encoding],
+        encoding=choose(encoding, spec, drafts),
         num_shards=num_shards,
         target_layout=target_layout(spec),
-        draft_formats={
-            layer: _draft_format(source.manifest.layers[str(layer)], spec, f"layer {layer}")
-            for layer in spec.moe_layers
-        },
+        draft_formats=drafts,
         placements={
             layer: [Placement((layer, e), shards[i][e]) for e in read_order(i, spec.num_experts, routing)]
             for i, layer in enumerate(spec.moe_layers)
