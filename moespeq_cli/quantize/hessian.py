@@ -8,6 +8,7 @@ from torch import Tensor
 from runtime.model.stream import LayerTrace
 
 PIECE_ROWS = 4096  # rows whose product is taken at once, so that float32 copies of wide inputs stay small
+BLOCK = 256  # columns whose products are taken at once
 
 
 class TokenLog:
@@ -53,7 +54,11 @@ def hessian(inputs: Tensor) -> Tensor:
     """
     tokens, in_features = inputs.shape
     total = torch.zeros(in_features, in_features, device=inputs.device)
-    for start in range(0, tokens, PIECE_ROWS):
-        rows = inputs[start : start + PIECE_ROWS].to(torch.float32)
-        total.addmm_(rows.t(), rows)
+    for first in range(0, tokens, PIECE_ROWS):
+        rows = inputs[first : first + PIECE_ROWS].to(torch.float32)
+        for start in range(0, in_features, BLOCK):  # what is below the diagonal is what is above it
+            stop = min(start + BLOCK, in_features)
+            total[:stop, start:stop].addmm_(rows[:, :stop].t(), rows[:, start:stop])
+    for start in range(BLOCK, in_features, BLOCK):
+        total[start : start + BLOCK, :start] = total[:start, start : start + BLOCK].t()
     return total.mul_(2.0 / max(tokens, 1))
