@@ -36,10 +36,11 @@ class TokenLog:
         return [int(count) for count in total]
 
     def inputs(self, expert_id: int) -> Tensor:
-        """The experts' input for each token of one expert, [tokens, H]."""
-        taken = [
-            hidden[(choices == expert_id).any(-1)] for hidden, choices in zip(self._hidden, self._choices, strict=True)
-        ]
+        """The experts' input for each token of one expert, [tokens, H], where the layer computes."""
+        taken = []
+        for hidden, choices in zip(self._hidden, self._choices, strict=True):
+            rows = (choices == expert_id).any(-1).nonzero().flatten()
+            taken.append(hidden.index_select(0, rows.to(hidden.device)))
         return torch.cat(taken) if taken else torch.empty(0, 0)
 
 

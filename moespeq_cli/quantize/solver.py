@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from runtime.artifacts.gptq_format import effective_group_size
 from runtime.errors import InputError
 
 SOLVERS = ("batched", "auto-gptq")
+_ALONE = threading.Lock()  # auto-gptq is made for one thread, and so is what stands in for a GPU below
 _SingularError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 
 
@@ -74,7 +76,7 @@ class AutoGptqSolver:
             solver.H = hessian.clone()
             solver.nsamples = 1
             try:
-                with _without_cuda():
+                with _ALONE, _without_cuda():
                     scales, zeros, _ = solver.fasterquant(
                         blocksize=settings.block_size,
                         percdamp=percent,

@@ -17,7 +17,7 @@ from tests.tiny import EOS, save_tiny
 
 def trace(hidden: Tensor, choices: list[list[int]]) -> LayerTrace:
     index = torch.tensor(choices)
-    return LayerTrace(0, hidden, index, torch.ones(index.shape), lambda expert_id: (torch.empty(0), torch.empty(0)))
+    return LayerTrace(0, hidden, index, torch.ones(index.shape))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
