@@ -111,25 +111,6 @@ def make_solver(name: str) -> Solver:
     raise InputError(expected=f"--solver {' or '.join(SOLVERS)}", found=repr(name), mend="pass one of these")
 
 
-def pick_device(name: str) -> torch.device:
-    """The device that factorises and sweeps; `auto` is a GPU where there is one.
-
-    Raises:
-        InputError: a device that this torch does not have.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(
-            expected=f"a device of this torch for --device {name}",
-            found=str(error).splitlines()[0],
-            mend="pass --device cpu, or leave it out",
-        ) from error
-    return torch.device(name)
-
-
 def auto_gptq_available() -> bool:
     """Whether auto-gptq is installed; its own import is not tried, as transformers 5 breaks it."""
     return "auto_gptq" in sys.modules or importlib.util.find_spec("auto_gptq") is not None

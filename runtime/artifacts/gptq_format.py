@@ -151,7 +151,7 @@ def unpack_linear(
                 found=f"{tensor.dtype} {tuple(tensor.shape)}",
                 mend="run `moespeq quantize` again",
             )
-    if not torch.equal(g_idx, torch.arange(in_features, dtype=torch.int32) // size):
+    if not torch.equal(g_idx, torch.arange(in_features, dtype=torch.int32, device=g_idx.device) // size):
         raise ArtifactError(
             expected=f"{name}.g_idx in channel order", found="another order", mend="quantise without desc_act"
         )
