@@ -1,12 +1,13 @@
 """Calibration tokens through a model one decoder layer at a time, with one layer's weights in memory.
 
-Sequences run one by one and unpadded, so no token ever sees padding and counts are those of the text itself.
+Sequences run unpadded, alone or beside others of the same length, so no token ever sees padding and counts are those of
+the text itself.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ class LayerTrace:
 
 Observer = Callable[[LayerTrace], None]
 CPU = torch.device("cpu")
+BATCH_TOKENS = 2048  # that go through a layer together: enough rows an expert for its products to be worth their set-up
 Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
@@ -88,18 +90,20 @@ class StreamedLayer:
             The layer's output in the same form.
         """
 
-        def one(sequence: int) -> tuple[Tensor, list[LayerTrace]]:
+        def together(batch: range) -> tuple[list[Tensor], list[LayerTrace]]:
             traces: list[LayerTrace] = []
             with torch.no_grad():
-                output = self.run(sequence, hidden[sequence], self._compute(sequence, traces.append))
-            return output.cpu(), traces if observe is not None else []
+                states = torch.stack([hidden[sequence] for sequence in batch])
+                output = self._run(batch.start, states, self._compute(batch, traces if observe is not None else None))
+            return [states.clone() for states in output.cpu()], traces
 
-        outputs = []
-        for output, traces in spread(one, range(len(hidden)), self._stream.workers):
+        outputs: list[Tensor] = []
+        batches = equal_lengths([len(states) for states in hidden])
+        for states, traces in spread(together, batches, self._stream.workers):
             for trace in traces:
                 assert observe is not None
                 observe(trace)
-            outputs.append(output)
+            outputs += states
         return outputs
 
     def run(self, sequence: int, states: Tensor, compute: Compute) -> Tensor:
@@ -113,13 +117,17 @@ class StreamedLayer:
         Returns:
             [T, H] on the stream's device.
         """
-        states = states.to(self._stream.device)
+        return self._run(sequence, states[None], compute)[0]
+
+    def _run(self, sequence: int, states: Tensor, compute: Compute) -> Tensor:
+        """Sequences of one length, [B, T, H] to [B, T, H]; `sequence` is any of them."""
         self._current.compute = compute
         try:
-            result: Any = self.module(states[None], **self._stream.arguments(sequence, self.layer_id))
+            arguments = self._stream.arguments(sequence, self.layer_id)
+            result: Any = self.module(states.to(self._stream.device), **arguments)
         finally:
             del self._current.compute
-        output: Tensor = (result[0] if isinstance(result, tuple) else result)[0]
+        output: Tensor = result[0] if isinstance(result, tuple) else result
         return output
 
     def _dispatch(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -137,9 +145,13 @@ class StreamedLayer:
             self._fused.compute = None  # knows this layer, and what observed it
         loader.drop_module(self.module)
 
-    def _compute(self, sequence: int, observe: Observer) -> Compute:
+    def _compute(self, batch: range, traces: list[LayerTrace] | None) -> Compute:
+        """The experts for sequences of one length; what they are given goes to `traces`."""
+
         def compute(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            observe(LayerTrace(sequence, hidden, top_k_index.cpu(), top_k_weights))
+            if traces is not None:
+                parts = (given.chunk(len(batch)) for given in (hidden, top_k_index.cpu(), top_k_weights))
+                traces.extend(LayerTrace(*trace) for trace in zip(batch, *parts, strict=True))
             top_k = top_k_index.shape[1]
             outputs = hidden.new_empty(top_k_index.numel(), hidden.shape[-1])
             assert self.math is not None
@@ -166,6 +178,18 @@ class StreamedLayer:
             bias = torch.cat([one.gate_bias, one.up_bias]).to(dtype)
         down_bias = None if one.down_bias is None else one.down_bias.to(dtype)
         return torch.cat([one.gate_proj, one.up_proj]).to(dtype), one.down_proj.to(dtype), bias, down_bias
+
+
+def equal_lengths(lengths: Sequence[int]) -> list[range]:
+    """Neighbouring sequences of one length, in batches of at most BATCH_TOKENS tokens, or of one sequence."""
+    batches: list[range] = []
+    for place, length in enumerate(lengths):
+        last = batches[-1] if batches else range(0)
+        if last and lengths[last.start] == length and (len(last) + 1) * length <= BATCH_TOKENS:
+            batches[-1] = range(last.start, place + 1)
+        else:
+            batches.append(range(place, place + 1))
+    return batches
 
 
 class _Catcher(nn.Module):
