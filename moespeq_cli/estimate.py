@@ -99,8 +99,9 @@ def estimate_quantize(
     routed = 2 * tokens * spec.top_k
     work = forward_operations(spec, sizes, tokens)
     if solves:
-        work += routed * (hidden**2 + inner**2 + 2 * hidden * inner)  # Hessians, and the inputs of the down projection
-        work += 2 * experts * (2 * inner * hidden**2 + hidden * inner**2 + hidden**3 + inner**3)  # sweep and factors
+        squares, cubes = hidden**2 + inner**2, hidden**3 + inner**3
+        work += routed * (squares / 2 + 2 * hidden * inner)  # Hessians, and the inputs of the down projection
+        work += experts * (3 * (2 * inner * hidden**2 + hidden * inner**2) + cubes)  # sweep, errors and factors
     layers = len(spec.moe_layers)
     read = 2 * (sizes.stored_bytes - layers * sizes.expert_bytes) + layers * sizes.expert_bytes + result_bytes
     return Estimate(peak, disk_bytes, read, layers * work / operations_per_s())

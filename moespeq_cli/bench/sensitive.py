@@ -73,7 +73,7 @@ class MixtureRun:
             target = layer.forward(target, _record(chosen) if layer.is_moe else None)
             for form in FORMS:
                 if layer.is_moe:
-                    layer.experts = self.forms[form].read_layer(layer.layer_id, self.stream.dtype)
+                    layer.experts = self.forms[form].read_layer(layer.layer_id, self.stream.dtype, self.stream.device)
                 for draft in drafts:
                     if (draft.form if layer.layer_id in draft.layers else PLAIN) == form:
                         observe = self._compare(routing[draft], chosen) if layer.is_moe else None

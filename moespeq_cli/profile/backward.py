@@ -63,9 +63,7 @@ def measure_sensitivity(
 def _keep(work: Work, number: int, scores: Scores, gradients: list[Tensor], **record: object) -> None:
     """Write the gradients first: the mark of the step stands for both files."""
     work.save("gradient", number, {f"{place:06d}": tensor for place, tensor in enumerate(gradients)})
-    tensors = {f"channels {name}": tensor for name, tensor in scores.channels.items()}
-    tensors |= {f"domains {name}": tensor for name, tensor in scores.domains.items()}
-    work.save(STEP, number, tensors, **record)
+    work.save(STEP, number, scores.tensors(), **record)
 
 
 def _gather(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moespeq_cli import console
+from moespeq_cli.device import device_memory
 from moespeq_cli.profile import charts, charts_sensitivity, pictures, report, work
 from moespeq_cli.profile.backward import measure_sensitivity
 from moespeq_cli.profile.measure import NEXT_LAYER_TOKENS, Measurement, TextSequence, measure, prefix
@@ -40,7 +41,7 @@ from runtime.artifacts.profile import (
 from runtime.artifacts.quantized import Quantized
 from runtime.errors import ArtifactError
 from runtime.model.families import MoeSpec
-from runtime.model.stream import LayerStream
+from runtime.model.stream import CPU, LayerStream
 
 REPORT = "report.html"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,6 +62,7 @@ class ProfileJob:
         sensitivity_tokens: on how many tokens at most the backward pass goes; 0 leaves it out.
         probe_tokens: on how many tokens at most one class of linears at a time is rounded; 0 leaves it out.
         probe_problems: how many embedded problems are answered then; only for the embedded model.
+        device: where the layers compute.
     """
 
     checkpoint: Checkpoint
@@ -73,6 +75,7 @@ class ProfileJob:
     sensitivity_tokens: int = 0
     probe_tokens: int = 0
     probe_problems: int = 0
+    device: torch.device = CPU
 
     @property
     def num_backward(self) -> int:
@@ -105,6 +108,7 @@ class ProfileJob:
         """What an equal profile has equal."""
         rows = [f"{s.domain}\0{','.join(map(str, s.input_ids.tolist()))}\n".encode() for s in self.sequences]
         return {
+            "device": self.device.type,
             "dtype": self.dtype,
             "quantized": "none" if self.quantized is None else quantized_sha256(self.quantized),
             "sensitivity_tokens": str(self.sensitivity_tokens),
@@ -187,7 +191,7 @@ def find_identical(out: Path, job: ProfileJob, force: bool) -> Profile | None:
         raise ArtifactError(
             expected=error.expected, found=error.found, mend="choose another --out, or replace this with --force"
         ) from error
-    present = {**profile.manifest.settings, "model": profile.manifest.model_digest}
+    present = {"device": "cpu", **profile.manifest.settings, "model": profile.manifest.model_digest}
     for name in sorted(wanted):
         if wanted[name] != present.get(name):
             raise ArtifactError(
@@ -225,7 +229,7 @@ def build(job: ProfileJob, out: Path, force: bool = False) -> Profile:
         if force:
             work.remove(place)
         unfinished = Work(place, {**job.settings(), "model": job.checkpoint.digest}, job.num_backward)
-        with console.progress("profiling, layers", job.steps) as bar:
+        with console.progress("profiling, layers", job.steps) as bar, device_memory():
             measured = _measure(job, unfinished, bar)
         with write_guard("the profile", out):
             made = _write(job, measured, out)
@@ -234,13 +238,13 @@ def build(job: ProfileJob, out: Path, force: bool = False) -> Profile:
 
 
 def _measure(job: ProfileJob, unfinished: Work, bar: console.Progress) -> _Measured:
-    stream = LayerStream(job.checkpoint, job.spec, DTYPES[job.dtype])
+    stream = LayerStream(job.checkpoint, job.spec, DTYPES[job.dtype], device=job.device)
     draft = "" if job.quantized is None else quantized_sha256(job.quantized)
     routing = measure(stream, job.sequences, job.quantized, draft, job.trace_tokens, bar.advance, unfinished)
     sensitivity, probe = None, None
     names = sorted(job.domains())
     if stream.dtype != torch.float32 and job.num_backward + job.num_probed:
-        stream = LayerStream(job.checkpoint, job.spec, torch.float32)
+        stream = LayerStream(job.checkpoint, job.spec, torch.float32, device=job.device)
     if job.num_backward:
         sequences = job.sequences[: job.num_backward]
         sensitivity = measure_sensitivity(stream, sequences, names, unfinished, bar.advance)

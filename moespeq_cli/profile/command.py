@@ -90,6 +90,9 @@ def profile(
             help="Embedded problems to answer with each class rounded; the embedded model only",
         ),
     ] = 0,
+    device: Annotated[
+        str, typer.Option("--device", help="Where the layers compute, one at a time: auto, cpu, cuda")
+    ] = "auto",
     tune: Annotated[
         bool,
         typer.Option(
@@ -137,6 +140,7 @@ def profile(
             force,
         )
         return
+    from moespeq_cli.device import pick_device
     from moespeq_cli.profile.build import STORED, ProfileJob, build, find_identical, open_draft
     from moespeq_cli.profile.texts import read_domains
     from moespeq_cli.quantize.calibrate import choose_seq_len
@@ -145,6 +149,7 @@ def profile(
     from runtime.model.loader import require_supported
     from runtime.model.tokenizer import load_tokenizer
 
+    place_to_compute = pick_device(device)
     checkpoint = Checkpoint.open(options.model_folder(model))
     spec = describe(checkpoint)
     require_supported(checkpoint, spec)
@@ -169,6 +174,7 @@ def profile(
         sensitivity_tokens,
         probe_tokens,
         probe_problems,
+        place_to_compute,
     )
     place = out or artifacts / "profile"
     if dry_run:
@@ -266,8 +272,8 @@ def _announce(job: ProfileJob, place: Path) -> None:
     )
     layer_bytes = job.spec.num_experts * job.spec.expert_parameters * (2 + 4)
     console.note(
-        f"compared with {draft}; {job.dtype} arithmetic; one layer in memory, about {format_size(layer_bytes)}, and "
-        f"{format_size(job.activation_bytes())} of hidden states; to {place}"
+        f"compared with {draft}; {job.dtype} arithmetic on {job.device.type}; one layer in memory, about "
+        f"{format_size(layer_bytes)}, and {format_size(job.activation_bytes())} of hidden states; to {place}"
     )
     if job.num_backward:
         console.note(f"sensitivity by a backward pass over the first {job.num_backward} sequences, in float32")

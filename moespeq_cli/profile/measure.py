@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -30,8 +30,8 @@ LOGIT_ROWS = 256  # tokens whose logits of both models are in memory at a time
 class DraftExperts(Protocol):
     """Where the draft's experts come from; `runtime.artifacts.quantized.Quantized` is one."""
 
-    def read_layer(self, layer_id: int, dtype: torch.dtype) -> LayerExperts:
-        """The dequantised experts of a layer."""
+    def read_layer(self, layer_id: int, dtype: torch.dtype, device: torch.device) -> LayerExperts:
+        """The dequantised experts of a layer, on the device or where they are made."""
 
 
 class Keeper(Protocol):
@@ -143,7 +143,7 @@ class _Run:
     def _layer(self, layer: StreamedLayer) -> None:
         row = self.stream.spec.moe_layers.index(layer.layer_id) if layer.is_moe else -1
         if layer.experts is not None:
-            layer.experts = _cast(layer.experts, self.stream.dtype)
+            layer.experts = layer.experts.to(self.stream.device, self.stream.dtype)  # once, not once a sequence
         before, self.chosen = self.target, []
         self.target = layer.forward(before, self._count(row) if layer.is_moe else None)
         if self.quantized is None:
@@ -208,7 +208,8 @@ class _Run:
     def _use_draft_experts(self, layer: StreamedLayer) -> None:
         if self.quantized is not None and layer.is_moe:
             layer.experts = None  # the source's go before the draft's come: one layer in memory
-            layer.experts = _cast(self.quantized.read_layer(layer.layer_id, self.stream.dtype), self.stream.dtype)
+            draft = self.quantized.read_layer(layer.layer_id, self.stream.dtype, self.stream.device)
+            layer.experts = draft.to(self.stream.device, self.stream.dtype)
 
     def _tensors(self) -> dict[str, Tensor]:
         counts = self.tally.counts.sum(-1)
@@ -242,11 +243,6 @@ class _Run:
             overlap={name: outputs[i].share(outputs[i].overlap) for i, name in by_name},
             compared_tokens={name: outputs[i].tokens for i, name in by_name},
         )
-
-
-def _cast(experts: LayerExperts, dtype: torch.dtype) -> LayerExperts:
-    """The experts in the type of the arithmetic, converted once and not once a sequence."""
-    return replace(experts, **{name: tensor.to(dtype) for name, tensor in experts.named().items()})
 
 
 def prefix(lengths: list[int], max_tokens: int) -> int:

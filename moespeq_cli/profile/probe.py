@@ -84,7 +84,9 @@ class _Outputs:
         self.predicted += len(target) - 1
         self.kl += float((target.exp() * (target - other)).sum(dtype=torch.float64))
         self.greedy += int((target.argmax(-1) == other.argmax(-1)).sum())
-        self.loss += float(F.nll_loss(other[:-1], input_ids[1:], reduction="sum")) if len(target) > 1 else 0.0
+        self.loss += (
+            float(F.nll_loss(other[:-1], input_ids[1:].to(other.device), reduction="sum")) if len(target) > 1 else 0.0
+        )
 
     def mean(self, value: float, count: int) -> float | None:
         """None where nothing was counted."""

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from moespeq_cli.profile.measure import TextSequence
 from moespeq_cli.profile.modules import HEAD
 from moespeq_cli.profile.rounding import rounded
-from runtime.model.experts import Compute, assignments, combine, rows_of
+from runtime.model.experts import Compute, combine, sorted_tokens
 from runtime.model.stream import LayerStream, StreamedLayer
 
 BITS = 4
@@ -37,19 +37,25 @@ class Scores:
     """
 
     num_domains: int
+    device: torch.device
     channels: dict[str, Tensor] = field(default_factory=dict)
     domains: dict[str, Tensor] = field(default_factory=dict)
 
     def open(self, name: str, *shape: int) -> None:
         """Begin a linear, so that one that no token reaches has zeros."""
-        self.channels[name] = torch.zeros(*shape, dtype=torch.float64)
-        self.domains[name] = torch.zeros(self.num_domains, dtype=torch.float64)
+        self.channels[name] = torch.zeros(*shape, dtype=torch.float64, device=self.device)
+        self.domains[name] = torch.zeros(self.num_domains, dtype=torch.float64, device=self.device)
 
     def add(self, name: str, domain: int, gradient: Tensor, error: Tensor, place: Any = ...) -> None:
         """Count one sequence's gradient, [out, in], of the linear, or of its part at `place`."""
         score = (gradient * error).square_().sum(1, dtype=torch.float64)
         self.channels[name][place] += score
         self.domains[name][domain] += score.sum()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All sums, on the CPU: `channels NAME` and `domains NAME`."""
+        tensors = {f"channels {name}": tensor.cpu() for name, tensor in self.channels.items()}
+        return tensors | {f"domains {name}": tensor.cpu() for name, tensor in self.domains.items()}
 
 
 class _Probed(torch.autograd.Function):
@@ -93,26 +99,27 @@ class SensitivityPass:
             hidden: gives a sequence's states after the last layer, [T, H].
 
         Returns:
-            The head's scores, one [T, H] d loss / d states a sequence, and the loss by domain, float64 [num_domains].
+            The head's scores, one [T, H] d loss / d states a sequence, on the CPU, and the loss by domain, float64
+            [num_domains].
         """
-        scores, gradients = Scores(self.num_domains), []
+        scores, gradients = Scores(self.num_domains, self.stream.device), []
         losses = torch.zeros(self.num_domains, dtype=torch.float64)
         weight = self.stream.head_weight.detach()
         scores.open(HEAD, len(weight))
         error = weight.float() - rounded(weight, BITS)
         for sequence, (domain, text) in enumerate(zip(self.domain, self.sequences, strict=True)):
-            states = hidden(sequence).to(self.stream.dtype).requires_grad_()
+            states = self._moved(hidden(sequence)).requires_grad_()
             with torch.enable_grad():
                 normed = self.stream.normed(states)
                 leaf = normed.detach().requires_grad_()
                 logits = self.stream.head(leaf)
-                loss = F.cross_entropy(logits[:-1].float(), text.input_ids[1:], reduction="sum")
+                loss = F.cross_entropy(logits[:-1].float(), text.input_ids[1:].to(logits.device), reduction="sum")
             outputs = torch.autograd.grad(loss, [leaf, logits])
             for start in range(0, len(weight), HEAD_ROWS):
                 rows = slice(start, start + HEAD_ROWS)
                 gradient = (outputs[1][:, rows].float() / self.stream.logits_scale).T @ leaf.detach().float()
                 scores.add(HEAD, domain, gradient, error[rows], rows)
-            gradients.append(torch.autograd.grad(normed, states, outputs[0])[0])
+            gradients.append(torch.autograd.grad(normed, states, outputs[0])[0].cpu())
             losses[domain] += float(loss.detach())
         return scores, gradients, losses
 
@@ -130,7 +137,7 @@ class SensitivityPass:
             Scores of the layer's linears by their names without the model's prefix (`layers.3.mlp.gate`), the routed
             experts' together (`layers.3.mlp.experts.down_proj`); and d loss / d states before the layer.
         """
-        scores = Scores(self.num_domains)
+        scores = Scores(self.num_domains, self.stream.device)
         prefix = f"layers.{layer.layer_id}."
         dense = {
             name.removesuffix(".weight"): weight
@@ -144,18 +151,22 @@ class SensitivityPass:
             weight.requires_grad_()
         experts = _Experts(layer, scores, self.stream.dtype) if layer.is_moe else None
         for sequence, domain in enumerate(self.domain):
-            states = hidden(sequence).to(self.stream.dtype).requires_grad_()
+            states = self._moved(hidden(sequence)).requires_grad_()
             compute = experts.compute(domain) if experts is not None else _no_experts
             with torch.enable_grad():
                 output = layer.run(sequence, states, compute)
             found = torch.autograd.grad(
-                output, [states, *dense.values()], gradients[sequence].to(output.dtype), allow_unused=True
+                output, [states, *dense.values()], self._moved(gradients[sequence]), allow_unused=True
             )
-            gradients[sequence] = found[0].detach()
+            gradients[sequence] = found[0].detach().cpu()
             for name, gradient in zip(dense, found[1:], strict=True):
                 if gradient is not None:
                     scores.add(prefix + name, domain, gradient.float(), errors[name])
         return scores, gradients
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """On the stream's device, in its type."""
+        return tensor.to(self.stream.device, self.stream.dtype)
 
 
 class _Experts:
@@ -175,10 +186,10 @@ class _Experts:
     def compute(self, domain: int) -> Compute:
         def compute(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             places, outputs = [], []
-            for expert_id, pairs in assignments(top_k_index).items():
-                tokens, choice = rows_of(pairs)
-                places.append(tokens * top_k_index.shape[1] + choice)
-                outputs.append(self._expert(expert_id, domain, hidden[tokens]))
+            for expert_id, part in sorted_tokens(top_k_index).items():
+                places.append(part)
+                x = hidden.index_select(0, part // top_k_index.shape[1])
+                outputs.append(self._expert(expert_id, domain, x))
             order = torch.cat(places).argsort()
             rows = torch.cat(outputs).index_select(0, order)
             return combine(rows.view(*top_k_index.shape, -1), top_k_weights)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from moespeq_cli.device import device_memory, pick_device
 from moespeq_cli.quantize import folder as files
 from moespeq_cli.quantize.calibrate import Sequences, choose_seq_len, make_sequences, read_texts
 from moespeq_cli.quantize.comparison import Comparison, dequantized_layer
@@ -17,7 +18,7 @@ from moespeq_cli.quantize.layer import LayerQuantizer, LayerResult
 from moespeq_cli.quantize.plan import Plan, QuantizeOptions, make_plan, plain_format, plan_lines
 from moespeq_cli.quantize.report import LinearReport, build_report, mean_output_error, sensitive_report
 from moespeq_cli.quantize.sensitive import SensitiveChoice, choose_layers
-from moespeq_cli.quantize.solver import make_solver, pick_device
+from moespeq_cli.quantize.solver import make_solver
 from runtime.artifacts.checkpoint import Checkpoint
 from runtime.artifacts.folder import check_free_space, claim_output, refuse_other_kind, write_guard
 from runtime.artifacts.manifest import (
@@ -143,7 +144,7 @@ def quantize(
         return _already_there(work, say)
     done_bytes = sum(path.stat().st_size for path in out.glob("model-*.safetensors"))
     check_free_space(out, work.plan.disk_bytes - done_bytes, "the quantized model")
-    with claim_output(out, force=options.force), write_guard("the quantized model", out):
+    with claim_output(out, force=options.force), write_guard("the quantized model", out), device_memory():
         journal = Journal(out, work.settings)
         _check_done(out, journal)
         shards = files.Shards.plan(work.checkpoint, work.spec)
@@ -227,7 +228,7 @@ def _quantize_layers(
     if first:
         say(f"going on at layer {min(first, last)} of {last}")
     quantizer = LayerQuantizer(make_solver(options.solver) if options.method == "gptq" else None, work.device)
-    stream = LayerStream(work.checkpoint, spec, torch.float32, head=bool(options.sensitive_layers))
+    stream = LayerStream(work.checkpoint, spec, torch.float32, bool(options.sensitive_layers), work.device)
     hidden = stream.embed(work.sequences.ids)
     comparison = Comparison.begin(hidden) if options.sensitive_layers else None
     if first:

@@ -83,7 +83,9 @@ def quantize(
             show_default="0.1",
         ),
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="Where to factorise and sweep: auto, cpu, cuda")] = "auto",
+    device: Annotated[
+        str, typer.Option("--device", help="Where the layers and the solver compute: auto, cpu, cuda")
+    ] = "auto",
     seed: Annotated[int, typer.Option("--seed", help="Chooses among more text than is wanted")] = 0,
     dry_run: DryRun = False,
     as_json: Json = False,

@@ -12,6 +12,8 @@ from runtime.artifacts.gptq_format import effective_group_size, symmetric_zero
 
 MAX_DAMP_PERCENT = 1.0  # past this the Hessian is mostly damping and says nothing
 DAMP_STEP = 2.0  # each failed factorisation doubles the damping
+FACTOR_BLOCK = 256  # rows factorised at a time
+NEAR_COLUMNS = 32  # columns that an error is taken from at once; those behind them get it with the errors between
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,29 +61,29 @@ def solve(weights: Tensor, hessians: Tensor, tokens: list[int], settings: Solver
     static_groups and without act-order, but for ties at float32 rounding, input channels that are always 0 (rounded,
     not zeroed) and groups with no negative weight (where its symmetric scale clips half of the range).
     """
-    rounded = round_solution(weights, settings)
-    enough = torch.tensor([count >= settings.min_tokens and count > 0 for count in tokens], device=weights.device)
-    chosen = torch.nonzero(enough).flatten()
-    if not len(chosen):
-        return rounded
-    first = [settings.first_damping(weights.shape[-1], tokens[expert]) for expert in chosen.tolist()]
-    factors, damping, sound = inverse_factors(hessians[chosen], first)
-    for expert, damp, good in zip(chosen.tolist(), damping, sound.tolist(), strict=True):
-        if good:
-            rounded.methods[expert], rounded.damping[expert] = "gptq", damp
-    chosen, factors = chosen[sound], factors[sound]
-    if not len(chosen):
-        return rounded
-    values = weights[chosen].to(torch.float32)
-    size = effective_group_size(values.shape[-1], settings.group_size, bits=settings.bits)
-    scales = (
-        searched_scales(values, hessians[chosen], size, settings.bits)
-        if settings.scale_search
-        else absmax_scales(values, size, settings.bits)
-    )
-    rounded.codes[chosen] = _sweep(values, factors, scales, size, settings)
-    rounded.scales[chosen] = scales.to(torch.float16)
-    return rounded
+    chosen = [expert for expert, count in enumerate(tokens) if count >= max(settings.min_tokens, 1)]
+    first = [settings.first_damping(weights.shape[-1], tokens[expert]) for expert in chosen]
+    factors, damping, sound = inverse_factors(_some(hessians, chosen), first)
+    good = [place for place, found in enumerate(sound.tolist()) if found]
+    if not good:
+        return round_solution(weights, settings)
+    factors, damping, chosen = _some(factors, good), [damping[place] for place in good], [chosen[p] for p in good]
+    columns = _some(weights, chosen).to(torch.float32).transpose(1, 2).contiguous()  # a copy, which the sweep uses up
+    size = effective_group_size(columns.shape[1], settings.group_size, bits=settings.bits)
+    if settings.scale_search:
+        scales = searched_scales(columns, _some(hessians, chosen), size, settings.bits)
+    else:
+        scales = absmax_scales(_some(weights, chosen).to(torch.float32), size, settings.bits).transpose(1, 2)
+    codes = _sweep(columns, factors, scales.contiguous(), size, settings)
+    stored = scales.transpose(1, 2).to(torch.float16).contiguous()
+    if len(chosen) == len(tokens):
+        zeros = torch.full_like(stored, symmetric_zero(settings.bits), dtype=torch.uint8)
+        return Solution(codes, stored, zeros, ["gptq"] * len(tokens), damping)
+    solution = round_solution(weights, settings)
+    solution.codes[chosen], solution.scales[chosen] = codes, stored
+    for expert, damp in zip(chosen, damping, strict=True):
+        solution.methods[expert], solution.damping[expert] = "gptq", damp
+    return solution
 
 
 def round_solution(weights: Tensor, settings: SolverSettings) -> Solution:
@@ -124,38 +126,89 @@ def inverse_factors(hessians: Tensor, damp_percents: list[float]) -> tuple[Tenso
     return factors, [round(percent, 6) for percent in percents.tolist()], sound
 
 
+def _some(stack: Tensor, places: list[int]) -> Tensor:
+    """The matrices at these places; the stack itself where these are all."""
+    return stack if len(places) == len(stack) else stack[places]
+
+
 def _factor(damped: Tensor) -> tuple[Tensor, Tensor]:
-    lower, failed = torch.linalg.cholesky_ex(damped)
-    good = failed == 0
-    if not good.all():  # a failed factor may hold anything; the inverse of the identity is harmless
-        lower[~good] = torch.eye(damped.shape[-1], device=damped.device)
-    upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-    return upper, good & (failed == 0) & torch.isfinite(upper).all(-1).all(-1)
+    """Upper factors U of the inverses, U^T U = H^-1, and which of them exist; the inverses themselves are not needed.
+
+    With rows and columns in reverse order H is L L^T, and the inverse of L, turned back, is U.
+    """
+    inverses, good = _lower_inverses(damped.flip(1, 2))
+    return inverses.flip(1, 2), good & torch.isfinite(inverses).all(-1).all(-1)
 
 
-def _sweep(values: Tensor, factors: Tensor, scales: Tensor, size: int, settings: SolverSettings) -> Tensor:
+def _lower_inverses(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverses of the Cholesky factors L, block by block so that nearly all of it is products of matrices.
+
+    Args:
+        matrices: symmetric [E, n, n]; overwritten with L.
+
+    Returns:
+        L^-1, zeros above the diagonal; whether the factorisation came through, bool [E].
+    """
+    experts, size, _ = matrices.shape
+    inverses = torch.zeros_like(matrices)
+    good = torch.ones(experts, dtype=torch.bool, device=matrices.device)
+    for start in range(0, size, FACTOR_BLOCK):
+        stop = min(start + FACTOR_BLOCK, size)
+        here, before = slice(start, stop), slice(0, start)
+        panel = matrices[:, start:, here]
+        if start:
+            panel.baddbmm_(matrices[:, start:, before], matrices[:, here, before].mT, alpha=-1.0)
+        diagonal, failed = torch.linalg.cholesky_ex(panel[:, : stop - start])
+        good &= failed == 0
+        unit = torch.eye(stop - start, dtype=matrices.dtype, device=matrices.device)
+        own = torch.linalg.solve_triangular(diagonal, unit.expand_as(diagonal), upper=False)
+        inverses[:, here, here] = own
+        if start:
+            above = torch.bmm(matrices[:, here, before], inverses[:, before, before])
+            inverses[:, here, before] = torch.bmm(own, above).neg_()
+        if stop < size:
+            panel[:, stop - start :] = torch.bmm(panel[:, stop - start :], own.mT)
+    return inverses, good
+
+
+def _sweep(columns: Tensor, factors: Tensor, scales: Tensor, size: int, settings: SolverSettings) -> Tensor:
     """Round the columns from first to last, each error spread over the columns still to come.
 
-    The work is done on [E, in, out], so that a column is contiguous.
+    Args:
+        columns: the weights as [E, in, out], so that a column is contiguous; used up.
+        factors: upper, [E, in, in].
+        scales: [E, groups, out].
+        size: channels a group.
+        settings: bits and block size.
+
+    Returns:
+        Codes, uint8 [E, out, in].
     """
-    experts, out_features, in_features = values.shape
+    experts, in_features, out_features = columns.shape
     maximum, zero = (1 << settings.bits) - 1, symmetric_zero(settings.bits)
-    left = values.transpose(1, 2).contiguous()
-    steps = scales.transpose(1, 2).contiguous()
-    codes = torch.empty(experts, in_features, out_features, dtype=torch.uint8, device=values.device)
+    diagonal = factors.diagonal(dim1=1, dim2=2).unsqueeze(-1)
+    codes = torch.empty(experts, in_features, out_features, dtype=torch.uint8, device=columns.device)
+    values = torch.empty(experts, settings.block_size, out_features, device=columns.device)
+    errors = torch.empty_like(values)
     for start in range(0, in_features, settings.block_size):
         stop = min(start + settings.block_size, in_features)
-        block = left[:, start:stop].clone()
-        errors = torch.empty_like(block)
-        for column in range(start, stop):
-            place = column - start
-            weight, scale = block[:, place], steps[:, column // size]
-            code = torch.clamp(torch.round(weight / scale) + zero, 0, maximum)
-            codes[:, column] = code.to(torch.uint8)
-            error = (weight - scale * (code - zero)) / factors[:, column, column, None]
-            errors[:, place] = error
-            if column + 1 < stop:
-                block[:, place + 1 :] -= factors[:, column, column + 1 : stop, None] * error[:, None]
-        if stop < in_features:
-            left[:, stop:].baddbmm_(factors[:, start:stop, stop:].transpose(1, 2), errors, alpha=-1.0)
+        for first in range(start, stop, NEAR_COLUMNS):
+            last = min(first + NEAR_COLUMNS, stop)
+            for column in range(first, last):
+                weight, scale = columns[:, column], scales[:, column // size]
+                code, error = values[:, column - start], errors[:, column - start]
+                torch.div(weight, scale, out=code).round_().clamp_(-zero, maximum - zero)
+                torch.addcmul(weight, scale, code, value=-1.0, out=error).div_(diagonal[:, column])
+                if column + 1 < last:
+                    near = factors[:, column, column + 1 : last, None]
+                    columns[:, column + 1 : last].addcmul_(near, error[:, None], value=-1.0)
+            _spread(columns[:, last:stop], factors[:, first:last, last:stop], errors[:, first - start : last - start])
+        codes[:, start:stop] = values[:, : stop - start].add_(zero)
+        _spread(columns[:, stop:], factors[:, start:stop, stop:], errors[:, : stop - start])
     return codes.transpose(1, 2).contiguous()
+
+
+def _spread(columns: Tensor, factors: Tensor, errors: Tensor) -> None:
+    """Take the errors of some columns from later ones."""
+    if columns.shape[1]:
+        columns.baddbmm_(factors.mT, errors, alpha=-1.0)

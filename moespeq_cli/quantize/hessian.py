@@ -8,6 +8,7 @@ from torch import Tensor
 from runtime.model.stream import LayerTrace
 
 PIECE_ROWS = 4096  # rows whose product is taken at once, so that float32 copies of wide inputs stay small
+BLOCK = 256  # columns whose products are taken at once
 
 
 class TokenLog:
@@ -35,10 +36,11 @@ class TokenLog:
         return [int(count) for count in total]
 
     def inputs(self, expert_id: int) -> Tensor:
-        """The experts' input for each token of one expert, [tokens, H]."""
-        taken = [
-            hidden[(choices == expert_id).any(-1)] for hidden, choices in zip(self._hidden, self._choices, strict=True)
-        ]
+        """The experts' input for each token of one expert, [tokens, H], where the layer computes."""
+        taken = []
+        for hidden, choices in zip(self._hidden, self._choices, strict=True):
+            rows = (choices == expert_id).any(-1).nonzero().flatten()
+            taken.append(hidden.index_select(0, rows.to(hidden.device)))
         return torch.cat(taken) if taken else torch.empty(0, 0)
 
 
@@ -53,7 +55,11 @@ def hessian(inputs: Tensor) -> Tensor:
     """
     tokens, in_features = inputs.shape
     total = torch.zeros(in_features, in_features, device=inputs.device)
-    for start in range(0, tokens, PIECE_ROWS):
-        rows = inputs[start : start + PIECE_ROWS].to(torch.float32)
-        total.addmm_(rows.t(), rows)
+    for first in range(0, tokens, PIECE_ROWS):
+        rows = inputs[first : first + PIECE_ROWS].to(torch.float32)
+        for start in range(0, in_features, BLOCK):  # what is below the diagonal is what is above it
+            stop = min(start + BLOCK, in_features)
+            total[:stop, start:stop].addmm_(rows[:, :stop].t(), rows[:, start:stop])
+    for start in range(BLOCK, in_features, BLOCK):
+        total[start : start + BLOCK, :start] = total[:start, start : start + BLOCK].t()
     return total.mul_(2.0 / max(tokens, 1))

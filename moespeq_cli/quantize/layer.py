@@ -16,6 +16,7 @@ from runtime.artifacts.quantized import BIASES, LayerFormat, linear_name
 from runtime.errors import InputError
 from runtime.model.experts import ExpertMath
 from runtime.model.families import PROJECTIONS, LayerExperts
+from runtime.threads import spread
 
 WORKING_BYTES = 2 << 30  # for Hessians and float32 copies; decides how many experts are solved together
 
@@ -46,6 +47,8 @@ class LayerQuantizer:
     ) -> LayerResult:
         """Quantise a layer's experts, as many at a time as the working memory holds.
 
+        On a CPU they are shared out among the threads; on a GPU they are one batch where they fit.
+
         Both Hessians come from the layer as it is, its gate and up weights unquantised: the draft reads the target's
         KV and must choose the target's experts (docs/quantize.md compares the choices).
 
@@ -62,17 +65,23 @@ class LayerQuantizer:
         """
         result = LayerResult()
         counts = log.counts
-        width = experts_at_once(experts.gate_proj.shape[2], experts.gate_proj.shape[1])
-        for start in range(0, len(counts), width):
-            chosen = range(start, min(start + width, len(counts)))
-            self._quantize_some(result, layer_id, experts, math, log, counts, chosen, form, settings)
+        most = experts_at_once(experts.gate_proj.shape[2], experts.gate_proj.shape[1], working_bytes(self.device))
+        workers = 1 if self.device.type != "cpu" else min(torch.get_num_threads(), most)
+        width = min(most // workers, -(-len(counts) // workers))
+        batches = [range(first, min(first + width, len(counts))) for first in range(0, len(counts), width)]
+
+        def work(chosen: range) -> LayerResult:
+            return self._quantize_some(layer_id, experts, math, log, counts, chosen, form, settings)
+
+        for part in spread(work, batches, workers):
+            result.tensors |= part.tensors
+            result.linears += part.linears
         order = {projection: place for place, projection in enumerate(PROJECTIONS)}
         result.linears.sort(key=lambda linear: (linear.expert, order[linear.projection]))
         return result
 
     def _quantize_some(
         self,
-        result: LayerResult,
         layer_id: int,
         experts: LayerExperts,
         math: ExpertMath,
@@ -81,7 +90,8 @@ class LayerQuantizer:
         chosen: range,
         form: LayerFormat,
         settings: SolverSettings,
-    ) -> None:
+    ) -> LayerResult:
+        result = LayerResult()
         part = slice(chosen.start, chosen.stop)
         tokens = counts[part]
         gate_up = torch.cat([experts.gate_proj[part], experts.up_proj[part]], 1).to(self.device, torch.float32)
@@ -111,7 +121,10 @@ class LayerQuantizer:
                 _store(result, layer_id, projection, chosen, weights, hessians, solution, rows, tokens, settings)
             if bias is not None:
                 for expert_id in chosen:
-                    result.tensors[f"{linear_name(layer_id, expert_id, projection)}.bias"] = bias[expert_id].clone()
+                    result.tensors[f"{linear_name(layer_id, expert_id, projection)}.bias"] = (
+                        bias[expert_id].cpu().clone()
+                    )
+        return result
 
     def _solve(
         self, weights: Tensor, hessians: Tensor, tokens: list[int], settings: SolverSettings, kept: bool
@@ -123,10 +136,17 @@ class LayerQuantizer:
         return self.solver.solve(weights, hessians, tokens, settings)
 
 
-def experts_at_once(hidden_size: int, moe_intermediate_size: int) -> int:
+def working_bytes(device: torch.device) -> int:
+    """The working memory: a fixed size, or a quarter of a GPU's memory where that is more."""
+    if device.type == "cpu":
+        return WORKING_BYTES
+    return max(WORKING_BYTES, torch.cuda.get_device_properties(device).total_memory // 4)
+
+
+def experts_at_once(hidden_size: int, moe_intermediate_size: int, working_bytes: int = WORKING_BYTES) -> int:
     """How many experts' Hessians and float32 copies the working memory holds: about 5 of the one, 8 of the other."""
     squares = hidden_size**2 + moe_intermediate_size**2
-    return max(1, WORKING_BYTES // (4 * (5 * squares + 8 * 2 * hidden_size * moe_intermediate_size)))
+    return max(1, working_bytes // (4 * (5 * squares + 8 * 2 * hidden_size * moe_intermediate_size)))
 
 
 def _gate_up_bias(experts: LayerExperts, expert_id: int, device: torch.device) -> Tensor | None:
@@ -150,7 +170,8 @@ def _keep(
     result: LayerResult, layer_id: int, projection: str, chosen: range, source: Tensor, tokens: list[int]
 ) -> None:
     for expert_id, count in zip(chosen, tokens, strict=True):
-        result.tensors[f"{linear_name(layer_id, expert_id, projection)}.weight"] = source[expert_id].clone()
+        name = f"{linear_name(layer_id, expert_id, projection)}.weight"
+        result.tensors[name] = source[expert_id].to("cpu", copy=True)
         result.linears.append(
             LinearReport(layer_id, expert_id, projection, count, "kept", 0, 0, 0.0, 0.0, 0.0 if count else None)
         )
@@ -174,8 +195,8 @@ def _store(
     weight_errors, output_errors = relative_errors(weights, quantized, hessians)
     for place, (expert_id, count) in enumerate(zip(chosen, tokens, strict=True)):
         name = linear_name(layer_id, expert_id, projection)
-        packed = pack_linear(codes[place].cpu(), scales[place].cpu(), zeros[place].cpu(), settings.bits, size)
-        result.tensors.update({f"{name}.{part}": tensor for part, tensor in packed.items()})
+        packed = pack_linear(codes[place], scales[place], zeros[place], settings.bits, size)
+        result.tensors.update({f"{name}.{part}": tensor.cpu() for part, tensor in packed.items()})
         result.linears.append(
             LinearReport(
                 layer=layer_id,

@@ -15,6 +15,8 @@ from runtime.artifacts.quantized import LayerFormat
 from runtime.memory.sizes import format_size
 from runtime.model.families import MoeSpec
 
+BLOCK = 256  # input channels whose products are taken at once
+
 
 @dataclass(frozen=True, slots=True)
 class LinearReport:
@@ -45,9 +47,19 @@ def relative_errors(weights: Tensor, quantized: Tensor, hessians: Tensor) -> tup
     """
     error = weights - quantized
     weight_error = _ratio((error * error).sum((1, 2)), (weights * weights).sum((1, 2)))
-    above = (torch.bmm(error, hessians) * error).sum((1, 2))
-    below = (torch.bmm(weights, hessians) * weights).sum((1, 2))
-    return weight_error, _ratio(above, below)
+    return weight_error, _ratio(_weighed(error, hessians), _weighed(weights, hessians))
+
+
+def _weighed(rows: Tensor, hessians: Tensor) -> Tensor:
+    """tr(D H D^T) of each linear, [E]; half of the products, as H is symmetric."""
+    total = torch.zeros(len(rows), device=rows.device)
+    for start in range(0, rows.shape[-1], BLOCK):
+        here = rows[..., start : start + BLOCK]
+        products = torch.bmm(here, hessians[:, start : start + BLOCK, start : start + BLOCK])
+        if start:
+            products.baddbmm_(rows[..., :start], hessians[:, :start, start : start + BLOCK], alpha=2.0)
+        total += products.mul_(here).sum((1, 2))
+    return total
 
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:

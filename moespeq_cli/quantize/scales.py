@@ -25,7 +25,11 @@ def absmax_scales(weights: Tensor, size: int, bits: int) -> Tensor:
     Returns:
         float32 [E, out, groups]; never 0 as float16, not even where a group is all zeros.
     """
-    largest = _grouped(weights, size).abs().amax(-1)
+    return _widest(_grouped(weights, size).abs().amax(-1), bits)
+
+
+def _widest(largest: Tensor, bits: int) -> Tensor:
+    """The scales for the groups' largest absolute values."""
     largest = torch.where(largest == 0, 1.0, largest)
     scales = (2.0 * largest) / ((1 << bits) - 1)
     return torch.where(scales < SMALLEST_NORMAL_FLOAT16, _float16_above(scales), scales)
@@ -44,7 +48,7 @@ def round_to_nearest(weights: Tensor, scales: Tensor, size: int, bits: int) -> T
     return codes.flatten(-2).to(torch.uint8)
 
 
-def searched_scales(weights: Tensor, hessians: Tensor, size: int, bits: int) -> Tensor:
+def searched_scales(columns: Tensor, hessians: Tensor, size: int, bits: int) -> Tensor:
     """Scales from the clipping ratio under which a group's own rounding costs least at the output.
 
     The cost weighs each weight's squared error with its channel's second moment. Weighing with the whole block of the
@@ -52,39 +56,42 @@ def searched_scales(weights: Tensor, hessians: Tensor, size: int, bits: int) -> 
     (docs/quantize.md has the figures).
 
     Args:
-        weights: float32 [E, out, in].
+        columns: float32 [E, in, out], so that what shares a scale lies across and a loop runs along.
         hessians: float32 [E, in, in].
         size: channels a group.
         bits: 4 or 8.
 
     Returns:
-        float32 [E, out, groups], values of float16.
+        float32 [E, groups, out], values of float16.
     """
-    largest = absmax_scales(weights, size, bits)
-    importance = _grouped(hessians.diagonal(dim1=1, dim2=2), size)
-    rows = max(1, (CPU_BLOCK if weights.device.type == "cpu" else GPU_BLOCK) // weights.shape[-1])
+    experts, in_features, out_features = columns.shape
+    groups = columns.reshape(-1, size, out_features)
+    importance = hessians.diagonal(dim1=1, dim2=2).reshape(-1, 1, size)
+    largest = _widest(groups.abs().amax(1), bits)
+    block = CPU_BLOCK if columns.device.type == "cpu" else GPU_BLOCK
+    width = min(out_features, max(1, block // size))
+    count = max(1, block // (size * width))
     found = torch.empty_like(largest)
-    for expert in range(len(weights)):
-        for start in range(0, weights.shape[1], rows):
-            part = slice(start, start + rows)
-            found[expert, part] = _search(
-                _grouped(weights[expert, part], size), largest[expert, part], importance[expert], bits
-            )
-    return found
+    for first in range(0, len(groups), count):
+        part = slice(first, first + count)
+        for start in range(0, out_features, width):
+            rows = slice(start, start + width)
+            found[part, rows] = _search(groups[part, :, rows], largest[part, rows], importance[part], bits)
+    return found.view(experts, in_features // size, out_features)
 
 
-def _search(grouped: Tensor, largest: Tensor, importance: Tensor, bits: int) -> Tensor:
-    """Best scales of some rows: [rows, groups, size], [rows, groups], [groups, size] to [rows, groups]."""
+def _search(weights: Tensor, largest: Tensor, importance: Tensor, bits: int) -> Tensor:
+    """Best scales of some groups: [G, size, rows], [G, rows], [G, 1, size] to [G, rows]."""
     zero, maximum = symmetric_zero(bits), (1 << bits) - 1
     best_scales = _float16_above(largest)
     best_costs = torch.full_like(largest, torch.inf)
-    errors = torch.empty_like(grouped)
+    steps = torch.empty(weights.shape, device=weights.device)
+    errors = torch.empty_like(steps)
     for ratio in SEARCH_RATIOS:
         scales = _float16_above(largest * ratio)
-        step = scales.unsqueeze(-1)
-        torch.div(grouped, step, out=errors)
-        errors.round_().clamp_(-zero, maximum - zero).mul_(step).sub_(grouped).square_().mul_(importance)
-        costs = errors.sum(-1)
+        torch.div(weights, scales.unsqueeze(1), out=steps)
+        torch.round(steps, out=errors).clamp_(-zero, maximum - zero).sub_(steps).square_()
+        costs = torch.bmm(importance, errors).squeeze(1) * scales.square()
         better = costs < best_costs
         best_costs = torch.where(better, costs, best_costs)
         best_scales = torch.where(better, scales, best_scales)

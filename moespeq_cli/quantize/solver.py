@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from runtime.artifacts.gptq_format import effective_group_size
 from runtime.errors import InputError
 
 SOLVERS = ("batched", "auto-gptq")
+_ALONE = threading.Lock()  # auto-gptq is made for one thread, and so is what stands in for a GPU below
 _SingularError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 
 
@@ -74,7 +76,7 @@ class AutoGptqSolver:
             solver.H = hessian.clone()
             solver.nsamples = 1
             try:
-                with _without_cuda():
+                with _ALONE, _without_cuda():
                     scales, zeros, _ = solver.fasterquant(
                         blocksize=settings.block_size,
                         percdamp=percent,
@@ -107,25 +109,6 @@ def make_solver(name: str) -> Solver:
     if name == "auto-gptq":
         return AutoGptqSolver()
     raise InputError(expected=f"--solver {' or '.join(SOLVERS)}", found=repr(name), mend="pass one of these")
-
-
-def pick_device(name: str) -> torch.device:
-    """The device that factorises and sweeps; `auto` is a GPU where there is one.
-
-    Raises:
-        InputError: a device that this torch does not have.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(
-            expected=f"a device of this torch for --device {name}",
-            found=str(error).splitlines()[0],
-            mend="pass --device cpu, or leave it out",
-        ) from error
-    return torch.device(name)
 
 
 def auto_gptq_available() -> bool:

@@ -151,7 +151,7 @@ def unpack_linear(
                 found=f"{tensor.dtype} {tuple(tensor.shape)}",
                 mend="run `moespeq quantize` again",
             )
-    if not torch.equal(g_idx, torch.arange(in_features, dtype=torch.int32) // size):
+    if not torch.equal(g_idx, torch.arange(in_features, dtype=torch.int32, device=g_idx.device) // size):
         raise ArtifactError(
             expected=f"{name}.g_idx in channel order", found="another order", mend="quantise without desc_act"
         )
@@ -185,10 +185,11 @@ def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int, dt
 def _words(values: Tensor, bits: int) -> Tensor:
     """[n, m] small integers to int32 words [n * bits / 32, m], lowest bits first."""
     step = WORD_BITS // bits
-    grouped = values.to(torch.int64).reshape(values.shape[0] // step, step, values.shape[1])
-    shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int64, device=values.device).view(1, step, 1)
-    words = (grouped << shifts).sum(1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).contiguous()
+    grouped = values.reshape(values.shape[0] // step, step, values.shape[1])
+    words = grouped[:, 0].to(torch.int32)
+    for place in range(1, step):
+        words |= grouped[:, place].to(torch.int32) << place * bits  # the last one's highest bit becomes the sign
+    return words.contiguous()
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:

@@ -83,11 +83,14 @@ class _Halves(Quantized):
     putting them in order again changes none.
     """
 
-    def linear(self, layer_id: int, expert_id: int, projection: str) -> QuantizedLinear | KeptLinear:
+    def linear(
+        self, layer_id: int, expert_id: int, projection: str, device: torch.device | None = None
+    ) -> QuantizedLinear | KeptLinear:
         """Read one linear, in the order of the model's own."""
         if projection not in ("gate_proj", "up_proj"):
-            return super().linear(layer_id, expert_id, projection)
-        halves = [super(_Halves, self).linear(layer_id, expert_id, half) for half in ("gate_proj", "up_proj")]
+            return super().linear(layer_id, expert_id, projection, device)
+        both = ("gate_proj", "up_proj")
+        halves = [super(_Halves, self).linear(layer_id, expert_id, half, device) for half in both]
         first = 0 if projection == "gate_proj" else 1
         rows: dict[str, Any] = {
             field.name: torch.cat([getattr(half, field.name) for half in halves])[first::2].contiguous()

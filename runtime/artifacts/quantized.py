@@ -140,13 +140,16 @@ class Quantized:
         """True numbers of the layers with routed experts."""
         return tuple(sorted(int(layer) for layer in self.manifest.layers))
 
-    def linear(self, layer_id: int, expert_id: int, projection: str) -> QuantizedLinear | KeptLinear:
+    def linear(
+        self, layer_id: int, expert_id: int, projection: str, device: torch.device | None = None
+    ) -> QuantizedLinear | KeptLinear:
         """Read one linear.
 
         Args:
             layer_id: true layer number.
             expert_id: within the layer.
             projection: gate_proj, up_proj or down_proj.
+            device: where its tensors are to be; the CPU where none is named.
 
         Raises:
             ArtifactError: no such linear, or tensors that are not of the format.
@@ -160,10 +163,10 @@ class Quantized:
                 mend=MEND,
             )
         name = linear_name(layer_id, expert_id, projection)
-        bias = self.checkpoint.read(f"{name}.bias") if self.manifest.has_bias else None
+        bias = self.checkpoint.read(f"{name}.bias").to(device) if self.manifest.has_bias else None
         if projection in layer.kept:
-            return KeptLinear(self.checkpoint.read(f"{name}.weight"), bias)
-        tensors = {part: self.checkpoint.read(f"{name}.{part}") for part in PARTS}
+            return KeptLinear(self.checkpoint.read(f"{name}.weight").to(device), bias)
+        tensors = {part: self.checkpoint.read(f"{name}.{part}").to(device) for part in PARTS}
         codes, scales, zeros = unpack_linear(tensors, layer.bits, layer.group_size, name)
         out_features, in_features = self._shape(projection)
         if tuple(codes.shape) != (out_features, in_features):
@@ -173,7 +176,7 @@ class Quantized:
         size = effective_group_size(in_features, layer.group_size, name=name, bits=layer.bits)
         return QuantizedLinear(layer.bits, size, codes, scales, zeros, bias)
 
-    def read_layer(self, layer_id: int, dtype: torch.dtype) -> LayerExperts:
+    def read_layer(self, layer_id: int, dtype: torch.dtype, device: torch.device | None = None) -> LayerExperts:
         """The dequantised experts of a layer, stacked as `families.read_layer` stacks the source's."""
         stacks: dict[str, Tensor] = {}
 
@@ -184,7 +187,7 @@ class Quantized:
 
         for expert_id in range(self.manifest.num_experts):
             for projection in PROJECTIONS:
-                linear = self.linear(layer_id, expert_id, projection)
+                linear = self.linear(layer_id, expert_id, projection, device)
                 put(projection, expert_id, linear.dequantized(dtype))
                 if linear.bias is not None:
                     put(BIASES[projection], expert_id, linear.bias)

@@ -125,3 +125,13 @@ def rows_of(places: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
     """The tokens and the places among the top k of one expert's assignments, as int64 index tensors."""
     pairs = torch.tensor(places, dtype=torch.int64)
     return pairs[:, 0], pairs[:, 1]
+
+
+def sorted_tokens(top_k_index: Tensor) -> dict[int, Tensor]:
+    """Sort tokens by expert, with tensors: expert_id to its places in `top_k_index.flatten()`, ascending.
+
+    A place is `token * top_k + choice`. The indices are looked at on the CPU, and the places lie where they do.
+    """
+    flat = top_k_index.flatten().cpu()
+    places = torch.split(flat.argsort(stable=True).to(top_k_index.device), torch.bincount(flat).tolist())
+    return {expert_id: part for expert_id, part in enumerate(places) if len(part)}

@@ -146,6 +146,11 @@ class ExpertWeights:
 class LayerExperts(ExpertWeights):
     """All experts of a layer, stacked: the fields of `ExpertWeights` with a leading [E]."""
 
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> LayerExperts:
+        """The same weights on a device, and in a type; these themselves where they are so already."""
+        moved = {name: tensor.to(device, dtype) for name, tensor in self.named().items()}
+        return self if all(moved[name] is tensor for name, tensor in self.named().items()) else LayerExperts(**moved)
+
     def expert(self, expert_id: int) -> ExpertWeights:
         """One expert, as views."""
         return ExpertWeights(**{name: tensor[expert_id] for name, tensor in self.named().items()})

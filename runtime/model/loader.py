@@ -114,6 +114,14 @@ def _restore_buffers(model: nn.Module) -> None:
                 setattr(parent, name.rpartition(".")[2], made(config=model.config))
 
 
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Put the buffers that are real, such as rotary frequencies, on a device."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+
+
 def load_dense(model: Any, spec: MoeSpec, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
     """Put every tensor outside the routed experts into the model.
 

@@ -1,11 +1,13 @@
 """Calibration tokens through a model one decoder layer at a time, with one layer's weights in memory.
 
-Sequences run one by one and unpadded, so no token ever sees padding and counts are those of the text itself.
+Sequences run unpadded, alone or beside others of the same length, so no token ever sees padding and counts are those of
+the text itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +16,9 @@ from torch import Tensor, nn
 
 from runtime.artifacts.checkpoint import Checkpoint
 from runtime.model import loader
-from runtime.model.experts import Compute, ExpertMath, assignments, combine, find_experts, rows_of
+from runtime.model.experts import Compute, ExpertMath, combine, find_experts, sorted_tokens
 from runtime.model.families import LayerExperts, MoeSpec, dense_names, read_layer
-from runtime.threads import set_threads
+from runtime.threads import set_threads, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +27,20 @@ class LayerTrace:
 
     Attributes:
         sequence: index of the sequence.
-        hidden: [T, H], the input of the experts.
-        top_k_index: int64 [T, k]; top_k_weights: [T, k].
-        intermediate: expert_id to (int64 [m] its tokens, [m, I] the input of its down_proj).
+        hidden: [T, H], the input of the experts, on the stream's device.
+        top_k_index: int64 [T, k], on the CPU.
+        top_k_weights: [T, k], on the stream's device.
     """
 
     sequence: int
     hidden: Tensor
     top_k_index: Tensor
     top_k_weights: Tensor
-    intermediate: Callable[[int], tuple[Tensor, Tensor]]
 
 
 Observer = Callable[[LayerTrace], None]
+CPU = torch.device("cpu")
+BATCH_TOKENS = 2048  # that go through a layer together: enough rows an expert for its products to be worth their set-up
 Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
@@ -54,10 +57,16 @@ class StreamedLayer:
         self.layer_id = layer_id
         self.module = module
         self.is_moe = layer_id in stream.spec.moe_layers
-        self._experts = read_layer(stream.checkpoint, stream.spec, layer_id) if self.is_moe else None
+        self._experts: LayerExperts | None = None
+        if self.is_moe:
+            self._experts = read_layer(stream.checkpoint, stream.spec, layer_id).to(stream.device)
         self._ready: dict[int, Weights] = {}
+        self._making = threading.Lock()
         fused = find_experts(module) if self.is_moe else None
         self._fused: Any = fused
+        self._current = threading.local()  # what stands for the experts, for each sequence that is under way
+        if fused is not None:
+            fused.compute = self._dispatch  # type: ignore[assignment]
         self.math = ExpertMath(fused) if fused is not None else None
 
     @property
@@ -67,21 +76,35 @@ class StreamedLayer:
 
     @experts.setter
     def experts(self, weights: LayerExperts | None) -> None:
-        self._experts = weights
+        self._experts = None if weights is None else weights.to(self._stream.device)
         self._ready.clear()
 
-    @torch.no_grad()
     def forward(self, hidden: list[Tensor], observe: Observer | None = None) -> list[Tensor]:
         """Run every sequence through the layer.
 
         Args:
             hidden: one [T_i, H] a sequence, as `embed` or the layer before gave them.
-            observe: called once a sequence in a layer with experts, before they compute.
+            observe: called once a sequence, in order, in a layer with experts.
 
         Returns:
             The layer's output in the same form.
         """
-        return [self.run(sequence, states, self._compute(sequence, observe)) for sequence, states in enumerate(hidden)]
+
+        def together(batch: range) -> tuple[list[Tensor], list[LayerTrace]]:
+            traces: list[LayerTrace] = []
+            with torch.no_grad():
+                states = torch.stack([hidden[sequence] for sequence in batch])
+                output = self._run(batch.start, states, self._compute(batch, traces if observe is not None else None))
+            return [states.clone() for states in output.cpu()], traces
+
+        outputs: list[Tensor] = []
+        batches = equal_lengths([len(states) for states in hidden])
+        for states, traces in spread(together, batches, self._stream.workers):
+            for trace in traces:
+                assert observe is not None
+                observe(trace)
+            outputs += states
+        return outputs
 
     def run(self, sequence: int, states: Tensor, compute: Compute) -> Tensor:
         """One sequence through the layer, with gradients where they are enabled.
@@ -92,13 +115,24 @@ class StreamedLayer:
             compute: the routed experts, as `runtime.model.experts` describes them; not called in a dense layer.
 
         Returns:
-            [T, H].
+            [T, H] on the stream's device.
         """
-        if self._fused is not None:
-            self._fused.compute = compute
-        result: Any = self.module(states[None], **self._stream.arguments(sequence, self.layer_id))
-        output: Tensor = (result[0] if isinstance(result, tuple) else result)[0]
+        return self._run(sequence, states[None], compute)[0]
+
+    def _run(self, sequence: int, states: Tensor, compute: Compute) -> Tensor:
+        """Sequences of one length, [B, T, H] to [B, T, H]; `sequence` is any of them."""
+        self._current.compute = compute
+        try:
+            arguments = self._stream.arguments(sequence, self.layer_id)
+            result: Any = self.module(states.to(self._stream.device), **arguments)
+        finally:
+            del self._current.compute
+        output: Tensor = result[0] if isinstance(result, tuple) else result
         return output
+
+    def _dispatch(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        compute: Compute = self._current.compute
+        return compute(hidden, top_k_index, top_k_weights)
 
     def forget_copies(self) -> None:
         """Give back the copies of the experts in the arithmetic's type; a next pass makes them again."""
@@ -111,40 +145,51 @@ class StreamedLayer:
             self._fused.compute = None  # knows this layer, and what observed it
         loader.drop_module(self.module)
 
-    def _compute(self, sequence: int, observe: Observer | None) -> Compute:
+    def _compute(self, batch: range, traces: list[LayerTrace] | None) -> Compute:
+        """The experts for sequences of one length; what they are given goes to `traces`."""
+
         def compute(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            places = assignments(top_k_index)
-
-            def intermediate(expert_id: int) -> tuple[Tensor, Tensor]:
-                tokens = rows_of(places[expert_id])[0] if expert_id in places else torch.empty(0, dtype=torch.int64)
-                gate_up, _, gate_up_bias, _ = self.weights(expert_id, hidden.dtype)
-                assert self.math is not None
-                return tokens, self.math.intermediate(hidden[tokens], gate_up, gate_up_bias)
-
-            if observe is not None:
-                observe(LayerTrace(sequence, hidden, top_k_index, top_k_weights, intermediate))
-            outputs = hidden.new_zeros(*top_k_index.shape, hidden.shape[-1])
-            for expert_id, pairs in places.items():
-                tokens, choice = rows_of(pairs)
+            if traces is not None:
+                parts = (given.chunk(len(batch)) for given in (hidden, top_k_index.cpu(), top_k_weights))
+                traces.extend(LayerTrace(*trace) for trace in zip(batch, *parts, strict=True))
+            top_k = top_k_index.shape[1]
+            outputs = hidden.new_empty(top_k_index.numel(), hidden.shape[-1])
+            assert self.math is not None
+            for expert_id, places in sorted_tokens(top_k_index).items():
                 gate_up, down, gate_up_bias, down_bias = self.weights(expert_id, hidden.dtype)
-                assert self.math is not None
-                outputs[tokens, choice] = self.math.forward(hidden[tokens], gate_up, down, gate_up_bias, down_bias)
-            return combine(outputs, top_k_weights)
+                x = hidden.index_select(0, places // top_k)
+                outputs.index_copy_(0, places, self.math.forward(x, gate_up, down, gate_up_bias, down_bias))
+            return combine(outputs.view(*top_k_index.shape, -1), top_k_weights)
 
         return compute
 
     def weights(self, expert_id: int, dtype: torch.dtype) -> Weights:
         """gate_up [2I, H], down [H, I] and their biases in the arithmetic's type, made once a layer."""
-        if expert_id not in self._ready:
-            assert self._experts is not None
-            one = self._experts.expert(expert_id)
-            bias = None
-            if one.gate_bias is not None and one.up_bias is not None:
-                bias = torch.cat([one.gate_bias, one.up_bias]).to(dtype)
-            down_bias = None if one.down_bias is None else one.down_bias.to(dtype)
-            gate_up = torch.cat([one.gate_proj, one.up_proj]).to(dtype)
-            self._ready[expert_id] = gate_up, one.down_proj.to(dtype), bias, down_bias
-        return self._ready[expert_id]
+        with self._making:
+            if expert_id not in self._ready:
+                self._ready[expert_id] = self._make(expert_id, dtype)
+            return self._ready[expert_id]
+
+    def _make(self, expert_id: int, dtype: torch.dtype) -> Weights:
+        assert self._experts is not None
+        one = self._experts.expert(expert_id)
+        bias = None
+        if one.gate_bias is not None and one.up_bias is not None:
+            bias = torch.cat([one.gate_bias, one.up_bias]).to(dtype)
+        down_bias = None if one.down_bias is None else one.down_bias.to(dtype)
+        return torch.cat([one.gate_proj, one.up_proj]).to(dtype), one.down_proj.to(dtype), bias, down_bias
+
+
+def equal_lengths(lengths: Sequence[int]) -> list[range]:
+    """Neighbouring sequences of one length, in batches of at most BATCH_TOKENS tokens, or of one sequence."""
+    batches: list[range] = []
+    for place, length in enumerate(lengths):
+        last = batches[-1] if batches else range(0)
+        if last and lengths[last.start] == length and (len(last) + 1) * length <= BATCH_TOKENS:
+            batches[-1] = range(last.start, place + 1)
+        else:
+            batches.append(range(place, place + 1))
+    return batches
 
 
 class _Catcher(nn.Module):
@@ -163,18 +208,31 @@ class _Catcher(nn.Module):
 
 
 class LayerStream:
-    """A model of which one decoder layer at a time is in memory, with the head where it is wanted."""
+    """A model of which one decoder layer at a time is in memory, with the head where it is wanted.
+
+    Attributes:
+        device: where the layers, the norm and the head are and compute. Hidden states come and go in the CPU's memory.
+        workers: how many sequences go through a layer at a time.
+    """
 
     def __init__(
-        self, checkpoint: Checkpoint, spec: MoeSpec, dtype: torch.dtype = torch.float32, head: bool = True
+        self,
+        checkpoint: Checkpoint,
+        spec: MoeSpec,
+        dtype: torch.dtype = torch.float32,
+        head: bool = True,
+        device: torch.device = CPU,
     ) -> None:
         """Build the model; of its weights, only the final norm and the head are read, for `logits`, if `head`."""
         self.checkpoint = checkpoint
         self.spec = spec
         self.dtype = dtype
-        set_threads(0, spec.expert_parameters * dtype.itemsize)
+        self.device = device
+        threads = set_threads(0, spec.expert_parameters * dtype.itemsize)
+        self.workers = threads if device.type == "cpu" else 1
         self._names = dense_names(checkpoint, spec)
         self._model = loader.build(checkpoint.folder, dtype, spec)
+        loader.move_buffers(self._model, device)
         self._layers = loader.decoder_layers(self._model)
         self._arguments: list[list[dict[str, Any]]] = []
         self._tied = head and bool(getattr(self._model.config, "tie_word_embeddings", False))
@@ -186,7 +244,10 @@ class LayerStream:
 
     def _load(self, prefix: str) -> None:
         module = self._model.get_submodule(prefix)
-        loader.load_module(module, prefix, self.spec, self.checkpoint.read, self._names)
+        loader.load_module(module, prefix, self.spec, self._read, self._names)
+
+    def _read(self, name: str) -> Tensor:
+        return self.checkpoint.read(name).to(self.device)
 
     def arguments(self, sequence: int, layer_id: int) -> dict[str, Any]:
         """With what the model calls a layer for one sequence: masks, positions, rotary tables."""
@@ -200,7 +261,7 @@ class LayerStream:
             input_ids: one int64 [T_i] a sequence.
 
         Returns:
-            One [T_i, H] a sequence.
+            One [T_i, H] a sequence, on the CPU.
         """
         self._arguments = [[] for _ in input_ids]
         hidden = []
@@ -211,7 +272,8 @@ class LayerStream:
         try:
             for caught, ids in zip(self._arguments, input_ids, strict=True):
                 self._model.model.layers = nn.ModuleList(_Catcher(layer, caught) for layer in self._layers)
-                hidden.append(self._model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0])
+                given = ids[None].to(self.device)
+                hidden.append(self._model.model(input_ids=given, use_cache=False).last_hidden_state[0].cpu())
         finally:
             self._model.model.layers = real
             self._model.model.norm = norm
@@ -227,19 +289,19 @@ class LayerStream:
         """
         for layer_id in range(len(self._layers)) if order is None else order:
             module = self._layers[layer_id]
-            loader.load_module(module, f"model.layers.{layer_id}", self.spec, self.checkpoint.read, self._names)
+            loader.load_module(module, f"model.layers.{layer_id}", self.spec, self._read, self._names)
             layer = StreamedLayer(self, layer_id, module)
             yield layer
             layer.drop()
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """[T, H] after the last layer to [T, vocab_size]."""
+        """[T, H] after the last layer to [T, vocab_size], on the stream's device."""
         return self.head(self.normed(hidden))
 
     def normed(self, hidden: Tensor) -> Tensor:
         """[T, H] after the last layer to [T, H], the input of the head; with gradients where they are enabled."""
-        normed: Tensor = self._model.model.norm(hidden[None])[0]
+        normed: Tensor = self._model.model.norm(hidden[None].to(self.device))[0]
         return normed
 
     def head(self, normed: Tensor, weight: Tensor | None = None) -> Tensor:

@@ -38,7 +38,18 @@ def base(model: Path, tmp_path: Path) -> list[object]:
     (tmp_path / "tale.txt").write_text("Once upon a time there was a router. " * 8, encoding="utf-8")
     lines = [{"text": "x = 1\n" * 12}, {"text": "print(x)\n" * 9, "domain": "shell"}]
     (tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    shared = ["--model", model, "--artifacts", tmp_path / "artifacts", "--samples", 6, "--seq-len", 48]
+    shared = [
+        "--device",
+        "cpu",
+        "--model",
+        model,
+        "--artifacts",
+        tmp_path / "artifacts",
+        "--samples",
+        6,
+        "--seq-len",
+        48,
+    ]
     return [*shared, "--data", f"prose={tmp_path / 'tale.txt'}", "--data", tmp_path / "mixed.jsonl"]
 
 
@@ -60,11 +71,22 @@ def test_an_equal_profile_is_left_and_another_one_refused(base: list[object], tm
     again = call(*base, "--json")
     assert again.exit_code == 0 and json.loads(again.stdout) == json.loads(first.stdout)
     assert "holds this profile already" in again.stderr and manifest.stat().st_mtime_ns == written
+    body = json.loads(manifest.read_text())
+    assert body["settings"].pop("device") == "cpu"  # older ones do not name it
+    manifest.write_text(json.dumps(body))
+    written = manifest.stat().st_mtime_ns
+    assert "holds this profile already" in call(*base).stderr
     other = call(*base, "--trace-tokens", 7)
     assert isinstance(other.exception, ArtifactError) and "trace_tokens" in str(other.exception)
     assert "--force" in other.exception.mend and manifest.stat().st_mtime_ns == written
     assert call(*base, "--trace-tokens", 7, "--force").exit_code == 0
     assert Profile.open(manifest.parent).manifest.trace_tokens == 7
+
+
+def test_a_device_that_is_not_there_is_named(base: list[object], tmp_path: Path) -> None:
+    refused = call(*base, "--device", "abacus")
+    assert isinstance(refused.exception, InputError) and "--device abacus" in str(refused.exception)
+    assert "--device cpu" in refused.exception.mend and not (tmp_path / "artifacts").exists()
 
 
 def test_finds_the_draft_beside_it(base: list[object], quantized: Path, tmp_path: Path) -> None:
@@ -87,7 +109,7 @@ def test_a_draft_of_another_model_is_passed_over_or_refused(
     base: list[object], quantized: Path, tmp_path: Path
 ) -> None:
     other = save_tiny("qwen2_moe", tmp_path / "other", seed=9, num_hidden_layers=3)
-    base[1] = other
+    base[3] = other
     shutil.copytree(quantized, tmp_path / "artifacts" / "quantized")
     result = call(*base)
     assert result.exit_code == 0 and "is of another model" in result.stderr

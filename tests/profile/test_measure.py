@@ -22,7 +22,7 @@ class SourceExperts:
     def __init__(self, checkpoint: Checkpoint, spec: MoeSpec, noise: float = 0.0, layers: tuple[int, ...] = ()) -> None:
         self.checkpoint, self.spec, self.noise, self.layers = checkpoint, spec, noise, layers
 
-    def read_layer(self, layer_id: int, dtype: torch.dtype) -> LayerExperts:
+    def read_layer(self, layer_id: int, dtype: torch.dtype, device: torch.device) -> LayerExperts:
         experts = read_layer(self.checkpoint, self.spec, layer_id)
         if layer_id in self.layers:
             generator = torch.Generator().manual_seed(layer_id)

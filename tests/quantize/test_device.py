@@ -1,4 +1,4 @@
-"""The solver on a GPU gives what it gives on the CPU, but for roundings."""
+"""The layers and the solver on a GPU give what they give on the CPU, but for roundings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_same_codes_but_for_roundings() -> None:
     assert output_error(weights, there, hessians, settings) == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["qwen2_moe", "gpt_oss", "deepseek_v3"])
 def test_a_whole_model(kind: str, run: Quantize, tmp_path: Path) -> None:
     model = save_tiny(kind, tmp_path / "model", dtype=torch.bfloat16)
     here, there = run(model, device="cpu"), run(model, device="cuda")

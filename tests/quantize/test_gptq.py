@@ -186,6 +186,32 @@ def test_experts_with_too_few_tokens_are_rounded_and_the_others_are_not() -> Non
     assert not torch.equal(mixed.codes[0], rounded.codes[0])
 
 
+@pytest.mark.parametrize("size", [64, 256, 300, 600])
+def test_factors_are_those_of_the_damped_inverse(size: int) -> None:
+    """Less and more channels than are factorised at once, in float64: U is upper and U H U^T is one."""
+    _, _, hessians = problem(2, 8, size, tokens=2 * size)
+    factors, damping, sound = inverse_factors(hessians, [0.01, 0.1])
+    assert damping == [0.01, 0.1] and bool(sound.all()) and torch.equal(factors, factors.triu())
+    damped = hessians.double()
+    diagonal = damped.diagonal(dim1=1, dim2=2)
+    diagonal += torch.tensor(damping, dtype=torch.float64)[:, None] * diagonal.mean(1, keepdim=True)
+    upper = factors.double()
+    unit = upper @ damped @ upper.mT
+    torch.testing.assert_close(unit, torch.eye(size, dtype=torch.float64).expand_as(unit), rtol=0, atol=1e-3)
+
+
+def test_errors_equal_those_of_the_outputs() -> None:
+    """More channels than are multiplied at once, against float64 and the inputs themselves."""
+    weights, inputs, hessians = problem(2, 8, 600)
+    near = weights + 0.01 * torch.randn(weights.shape, generator=torch.Generator().manual_seed(5))
+    weight_errors, output_errors = relative_errors(weights, near, hessians)
+    lost = (inputs.double() @ (weights - near).double().mT).flatten(1).norm(dim=1)
+    whole = (inputs.double() @ weights.double().mT).flatten(1).norm(dim=1)
+    torch.testing.assert_close(output_errors.double(), lost / whole, rtol=1e-4, atol=0)
+    exact = (weights - near).flatten(1).norm(dim=1) / weights.flatten(1).norm(dim=1)
+    torch.testing.assert_close(weight_errors, exact, rtol=1e-4, atol=0)
+
+
 def test_a_batch_gives_what_each_linear_gives_alone() -> None:
     weights, _, hessians = problem(3, 16, 192)
     settings = SolverSettings(group_size=64)

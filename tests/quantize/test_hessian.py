@@ -17,7 +17,7 @@ from tests.tiny import EOS, save_tiny
 
 def trace(hidden: Tensor, choices: list[list[int]]) -> LayerTrace:
     index = torch.tensor(choices)
-    return LayerTrace(0, hidden, index, torch.ones(index.shape), lambda expert_id: (torch.empty(0), torch.empty(0)))
+    return LayerTrace(0, hidden, index, torch.ones(index.shape))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -40,10 +40,14 @@ def test_the_same_token_three_times_counts_three_and_gives_the_same_hessian() ->
     torch.testing.assert_close(hessian(log.inputs(1)).double(), exact, rtol=2**-22, atol=0)
 
 
-def test_many_tokens_equal_the_float64_sum() -> None:
-    inputs = torch.randn(9000, 32, generator=torch.Generator().manual_seed(2))
-    exact = 2 / 9000 * inputs.double().t() @ inputs.double()
-    torch.testing.assert_close(hessian(inputs).double(), exact, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize(("tokens", "channels"), [(9000, 32), (700, 256), (700, 600)])
+def test_many_tokens_equal_the_float64_sum(tokens: int, channels: int) -> None:
+    """Less and more channels than are multiplied at once; and both halves alike."""
+    inputs = torch.randn(tokens, channels, generator=torch.Generator().manual_seed(2))
+    exact = 2 / tokens * inputs.double().t() @ inputs.double()
+    found = hessian(inputs)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, found.t(), rtol=0, atol=1e-6)
 
 
 def test_no_token_gives_zeros() -> None:

@@ -17,7 +17,8 @@ from tests import tiny
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_streamed_layers_give_the_librarys_logits(kind: str, tmp_path: Path) -> None:
-    """Float32, sequences of 3, 17 and 40 tokens: logits equal to rounding, every token counted top_k times a layer."""
+    """Float32, sequences of 3, 17 and 40 tokens, alone and beside others of their length: logits equal to rounding,
+    every token counted top_k times a layer, and the observer told of each sequence in order."""
     from transformers import AutoModelForCausalLM
 
     tiny.save_tiny(kind, tmp_path)
@@ -25,13 +26,16 @@ def test_streamed_layers_give_the_librarys_logits(kind: str, tmp_path: Path) -> 
     spec = describe(checkpoint)
     stream = LayerStream(checkpoint, spec)
     generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(0, 250, (n,), generator=generator) for n in (3, 17, 40)]
+    ids = [torch.randint(0, 250, (n,), generator=generator) for n in (3, 17, 17, 40, 17, 17, 17)]
     counts: dict[int, int] = {}
+    told: list[int] = []  # the layer of each trace
 
     hidden = stream.embed(ids)
     for layer in stream.layers():
 
         def observe(trace: LayerTrace, layer_id: int = layer.layer_id) -> None:
+            assert trace.sequence == told.count(layer_id) and len(trace.hidden) == len(ids[trace.sequence])
+            told.append(layer_id)
             counts[layer_id] = counts.get(layer_id, 0) + trace.top_k_index.numel()
 
         hidden = layer.forward(hidden, observe)
@@ -41,7 +45,7 @@ def test_streamed_layers_give_the_librarys_logits(kind: str, tmp_path: Path) -> 
         with torch.no_grad():
             expected = reference(tokens[None]).logits[0]
         assert torch.allclose(stream.logits(states), expected, atol=2e-4, rtol=1e-4)
-    assert counts == {layer_id: 60 * spec.top_k for layer_id in spec.moe_layers}
+    assert counts == {layer_id: 128 * spec.top_k for layer_id in spec.moe_layers}
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v2"])
@@ -59,7 +63,7 @@ def test_a_layer_is_gone_when_the_next_one_is_asked_for(kind: str, tmp_path: Pat
         assert [alive() for alive in before if alive() is not None] == []
 
         def observe(trace: LayerTrace) -> None:
-            trace.intermediate(0)
+            assert len(trace.hidden) == 20
 
         hidden = layer.forward(hidden, observe)
         held: list[object] = [observe, *layer.module.parameters()]

@@ -60,7 +60,7 @@ class RoundedDraft:
     def __init__(self, checkpoint: Checkpoint, spec: MoeSpec) -> None:
         self._checkpoint, self._spec = checkpoint, spec
 
-    def read_layer(self, layer_id: int, dtype: torch.dtype) -> LayerExperts:
+    def read_layer(self, layer_id: int, dtype: torch.dtype, device: torch.device) -> LayerExperts:
         """The dequantised experts of a layer, stacked."""
         stacked: dict[str, Tensor] = {}
         for expert_id in range(self._spec.num_experts):
