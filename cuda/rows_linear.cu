@@ -6,7 +6,8 @@
 //              w bf16 [n, k] or [2n, k], row-major; x bf16 rows of x_stride elements; y, residual, routed bf16 [rows, n];
 //              bias bf16 [n] or null; gate bf16
 // Rounding     as the library's modules do it: each product, sum and activation above becomes BF16 before the next
-// Launch       block 32 * WARPS, grid ceil(n / 16); programmatic: weights are read before the previous kernel has ended
+// Launch       block 32 * WARPS, grid ceil(n / 16); programmatic: weights are read before the previous kernel has ended.
+//              Dynamic shared memory is asked for only to keep blocks apart: see RowKernels in runtime/kernels/rows.py
 // Needs        rows 1 to 8, k a multiple of 32, w, x and x_stride at multiples of 16 bytes, sm_80
 // Moves        2 * n * k B (twice that for swiglu_rows)
 // Numerics     FP32 sums: the warps take columns in turn, their sums are added in order; a row's sums do not

@@ -82,11 +82,8 @@ CATALOG: tuple[Entry, ...] = (
     *(Entry(combine.source(activation), 64) for activation in Activation),
     Entry(rows.linear_source(4), 128),
     Entry(rows.linear_source(16), 80),
-    *(Entry(rows.norm_source(experts, width), 128) for experts, width in ((1024, 16384), (60, 2048), (1, 4096))),
-    *(
-        Entry(rows.attention_source(size, groups), 128)
-        for size, groups in ((128, 1), (128, 4), (128, 8), (64, 16), (96, 2), (32, 1), (256, 1), (256, 8))
-    ),
+    *(Entry(rows.norm_source(experts, width), 128) for experts, width in ((1024, 16384), (60, 2048))),
+    *(Entry(rows.attention_source(size, groups), 128) for size, groups in ((128, 1), (64, 16), (96, 2), (256, 8))),
     *(
         Entry(gemm.source(ExpertShape(60, 4, 2048, 1408, activation, has_bias), tile), 168, ("sm_80", *HOPPER), spill)
         for tile, activation, has_bias, spill in (
