@@ -11,6 +11,16 @@ _OWN_PAGES_BYTES = 1 << 17  # glibc's own threshold before it adapts
 _ADAPTED_BYTES = 1 << 25  # the highest that glibc adapts to; twice as much may then stay at the heap's end
 
 
+def give_back() -> None:
+    """Give pages that were freed, between others too, back to the system; where glibc is not, do nothing.
+
+    For the pauses of work that makes and frees much in threads: each thread's heap keeps what was freed in it.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 @contextlib.contextmanager
 def freed_at_once() -> Iterator[None]:
     """Give memory of large tensors back to the system as soon as they are freed; where glibc is not, do nothing.

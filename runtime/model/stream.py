@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.artifacts.checkpoint import Checkpoint
+from runtime.memory import heap
 from runtime.model import loader
 from runtime.model.experts import Compute, ExpertMath, combine, find_experts, sorted_tokens
 from runtime.model.families import LayerExperts, MoeSpec, dense_names, read_layer
@@ -293,6 +294,7 @@ class LayerStream:
             layer = StreamedLayer(self, layer_id, module)
             yield layer
             layer.drop()
+            heap.give_back()  # or what its passes freed stays in the heaps of their threads, and grows layer by layer
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
