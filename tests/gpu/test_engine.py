@@ -324,9 +324,10 @@ def test_plan_refuses_what_a_gpu_does_not_run(pack_of: PackOf) -> None:
     settings = settings_of(pack)
     needed = plan_gpu(pack, settings, device_bytes=much).total_bytes
     plan_gpu(pack, settings, device_bytes=needed)
-    with pytest.raises(PlanError, match="expert cache within"):
+    with pytest.raises(PlanError, match="expert cache within") as refused:
         plan_gpu(pack, settings, device_bytes=needed - 1)
-    with pytest.raises(PlanError, match="host cache"):
+    assert "--no-speculate" in refused.value.mend and refused.value.mend.endswith("--device cpu")
+    with pytest.raises(PlanError, match=r"host cache of one expert, 24\.6 kB; found 24\.6 kB available"):
         plan_gpu(pack, settings, device_bytes=much, host_bytes=pack.target_slot_bytes - 1)
     with pytest.raises(InputError, match="bfloat16"):
         plan_gpu(pack, settings_of(pack, dtype="float32"), device_bytes=much)
