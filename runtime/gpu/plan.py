@@ -64,8 +64,8 @@ def plan_gpu(
             host_bytes=host_bytes,
         )
     except PlanError as error:
-        smaller = "without a draft (--no-speculate) or " if drafts(settings) and residual is None else ""
-        error.mend += f"; this is a run on a GPU: try it {smaller}with --device cpu"
+        less = "--no-speculate takes less of it, " if drafts(settings) and residual is None else ""
+        error.mend += f"; this is a run on a GPU: {less}--device cpu none"
         raise
 
 
