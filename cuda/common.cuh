@@ -73,6 +73,12 @@ __device__ __forceinline__ uint4 load_read_only(const void* p) {
   asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
+// The same, of what is read once from its first byte on: 256 bytes come to the L2 at a time
+__device__ __forceinline__ uint4 load_lines(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
 __device__ __forceinline__ u32 atomic_add(u32* p, u32 n) {
   u32 v;
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(v) : "l"(p), "r"(n) : "memory");
@@ -88,6 +94,10 @@ __device__ __forceinline__ u32 atomic_add_later(u32* p, u32 n, int zero) { retur
 __device__ __forceinline__ void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// Four 8 x 8 matrices of BF16, transposed, as mma takes them for `a`; lane l has the address of row l % 8 of matrix l / 8
+__device__ __forceinline__ void load_transposed(u32 address, u32 (&a)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address));
 }
 __device__ __forceinline__ float bf16_to_f32(u32 bits) { return __uint_as_float(bits << 16); }
 __device__ __forceinline__ u32 f32_to_bf16x2(float high, float low) {  // round to nearest even; NaN becomes 0x7fff

@@ -31,18 +31,14 @@
 
 typedef __nv_bfloat16 bf16;
 
-__device__ __forceinline__ void load_transposed(u32 address, u32 (&a)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address));
-}
-
 extern "C" __global__ void __launch_bounds__(32 * WARPS) attend_rows(const bf16* q, const bf16* keys, const bf16* values, const long long* positions, bf16* y, float* partial, u32* tickets, float scale, int window, int rows, int heads, int capacity) {
-  DYNAMIC_SHARED(memory);
+  DYNAMIC_SHARED(smem);
   __shared__ long long place[ROWS];
   __shared__ float most[GROUPS * ROWS], total[GROUPS * ROWS];
   __shared__ u32 arrived;
-  bf16* const tile = reinterpret_cast<bf16*>(memory);
-  float* const scores = reinterpret_cast<float*>(memory + VALUES_BYTES);
-  bf16* const shares = reinterpret_cast<bf16*>(memory + VALUES_BYTES + SCORES_BYTES);
+  bf16* const tile = reinterpret_cast<bf16*>(smem);
+  float* const scores = reinterpret_cast<float*>(smem + VALUES_BYTES);
+  bf16* const shares = reinterpret_cast<bf16*>(smem + VALUES_BYTES + SCORES_BYTES);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, split = blockIdx.x, head = blockIdx.y;
   const long long first = (long long)split * KEYS;
   if (threadIdx.x < ROWS) place[threadIdx.x] = threadIdx.x < rows ? positions[threadIdx.x] : -1;

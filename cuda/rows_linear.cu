@@ -27,12 +27,6 @@
 
 typedef __nv_bfloat16 bf16;
 
-__device__ __forceinline__ uint4 load_weights(const void* p) {  // in whole lines
-  uint4 v;
-  asm volatile("ld.global.nc.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-
 // Sums of tiles of 16 weight rows with all rows of x, in sums[tile][16 * column + row] of the block's shared memory.
 // The 32 columns of a chunk are dealt to the MMA's places in another order, the same for both operands: a lane holds 8
 // neighbours, which are one load. A warp has DEPTH steps under way, each TOGETHER of them side by side.
@@ -56,8 +50,8 @@ __device__ __forceinline__ void tile_sums(float (*sums)[TILE * COLUMNS], const b
     const int at = ((d / TOGETHER * WARPS + warp) * TOGETHER + d % TOGETHER) * CHUNK;
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-      a[d][t] = at < k ? load_weights(upper[t] + at) : zero;
-      b[d][t] = at < k ? load_weights(lower[t] + at) : zero;
+      a[d][t] = at < k ? load_lines(upper[t] + at) : zero;
+      b[d][t] = at < k ? load_lines(lower[t] + at) : zero;
     }
   }
   wait_for_previous_kernel();
@@ -75,8 +69,8 @@ __device__ __forceinline__ void tile_sums(float (*sums)[TILE * COLUMNS], const b
       for (int t = 0; t < TILES; ++t) {
         mma(c[t], a[d][t].x, b[d][t].x, a[d][t].y, b[d][t].y, v[d].x, v[d].y);
         mma(c[t], a[d][t].z, b[d][t].z, a[d][t].w, b[d][t].w, v[d].z, v[d].w);
-        a[d][t] = next < k ? load_weights(upper[t] + next) : zero;
-        b[d][t] = next < k ? load_weights(lower[t] + next) : zero;
+        a[d][t] = next < k ? load_lines(upper[t] + next) : zero;
+        b[d][t] = next < k ? load_lines(lower[t] + next) : zero;
       }
       v[d] = next < k && row < rows ? *reinterpret_cast<const uint4*>(from + next) : zero;
     }

@@ -168,6 +168,7 @@ class BaseEngine(ABC):
                 found=str(bad[0]),
                 mend="use the tokenizer that belongs to the model",
             )
+        self.cache.recover()  # an earlier text may have been interrupted anywhere
         self.start(len(request.prompt) + room)
         self._texts += 1
         return room
@@ -359,8 +360,7 @@ def checked_at_once(settings: RunSettings, plan: MemoryPlan) -> bool:
 
 def _governor(settings: RunSettings, sampling: SamplingSettings) -> str:
     """The governor's name: under rejection sampling one that no clock decides for, so that a seed gives one text."""
-    timed = sampling.temperature > 0 and sampling.rule == "rejection" and settings.governor == "roofline"
-    return "fixed" if timed else settings.governor
+    return "fixed" if sampling.depends_on_proposals and settings.governor == "roofline" else settings.governor
 
 
 def context_room(prompt_tokens: int, max_new_tokens: int, max_context: int) -> int:

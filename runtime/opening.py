@@ -53,6 +53,8 @@ def choose_device(pack: Pack, settings: RunSettings) -> Device:
         refuse(pack, settings, gpu)
     except (KernelError, InputError, ShapeError) as error:
         if settings.device == "cuda":
+            if isinstance(error, KernelError):  # whoever raises it knows nothing of --device, which a profile may set
+                error.mend += "; or run with --device cpu"
             raise
         return Device("the processor", False, refused=str(error))
     return Device(gpu.name, True)

@@ -12,6 +12,7 @@ from moespeq_cli.bench.synthetic.command import make_model
 from moespeq_cli.options import DEFAULT_ARTIFACTS, Artifacts
 
 _BUILT = "A built model on a GPU"
+_STORED = ("pack", "compare", "same_memory", "caches", "mode", "window_cache", "threads")  # not with --geometry
 
 bench = typer.Typer(help="Measure, for the docs", no_args_is_help=True)
 bench.command()(make_model)
@@ -23,6 +24,7 @@ Cores = Annotated[int, typer.Option("--threads", min=0, help="Threads of the ari
 
 @bench.command()
 def decode(
+    context: typer.Context,
     pack: Packs = None,
     compare: Annotated[
         list[str] | None,
@@ -125,6 +127,7 @@ def decode(
     output: Output = None,
 ) -> None:
     """Cache sizes, eviction, prefetch and windows side by side: the embedded model, or a built one on a GPU"""
+    _refuse_others(context, built=geometry is not None)
     if geometry is not None:
         from moespeq_cli.bench.offload_run import Asked, decode_built, parse_weights, print_built
         from runtime.config import make_settings
@@ -448,6 +451,22 @@ def _numbers(option: str, text: str) -> list[int]:
         raise InputError(
             expected=f"{option} as whole numbers, comma-separated", found=repr(text), mend="write 1,2,4"
         ) from None
+
+
+def _refuse_others(context: typer.Context, built: bool) -> None:
+    """Fail where an option was given that says nothing of what is measured."""
+    from runtime.errors import InputError
+
+    for option in context.command.params:
+        name = option.name or ""
+        source = context.get_parameter_source(name)
+        other = name in _STORED if built else getattr(option, "rich_help_panel", None) == _BUILT
+        if other and source is not None and source.name == "COMMANDLINE":
+            raise InputError(
+                expected=f"{option.opts[0]} {'without' if built else 'together with'} --geometry",
+                found=f"it {'beside' if built else 'without'} --geometry",
+                mend="leave one of them out" if built else "name a geometry, such as qwen1.5-moe, or leave it out",
+            )
 
 
 def _require_file(output: Path | None) -> None:

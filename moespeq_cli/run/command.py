@@ -293,6 +293,8 @@ def _answer(
     console.note(f"{pack.folder} ({pack.spec.model_type}, {pack.spec.num_records} experts) on {device.name}")
     if device.refused is not None:
         console.note(f"the GPU is left alone: {device.refused}")
+    if settings.host_cache_size is not None and not device.is_gpu:
+        console.note("--host-cache is for runs on a GPU and changes nothing here; --expert-cache bounds the memory")
     _print_plan(plan)
     if stats is not None:
         output.claim_figures(stats)

@@ -170,7 +170,7 @@ class SpeculativeLoop:
         if self._draft is None:
             return
         window = min(settings.prefetch_window, left)
-        if self._experts.complete:  # a tail announces nothing then
+        if self._experts.complete and not self._chooser.settings.depends_on_proposals:  # a tail announces nothing then
             window = min(window, self._governor.depth(self._measured))
         missing = window - len(tail.proposals)
         token = tail.proposals[-1].token if tail.proposals else tokens[-1]

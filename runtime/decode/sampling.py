@@ -45,6 +45,11 @@ class SamplingSettings:
     seed: int = 0
     rule: str = "coupled"
 
+    @property
+    def depends_on_proposals(self) -> bool:
+        """Whether the text of a seed is another one where other tokens are proposed."""
+        return self.temperature > 0 and self.rule == "rejection"
+
     def __post_init__(self) -> None:
         checks = (
             (0 <= self.temperature < float("inf"), "a --temperature of 0 or more", self.temperature),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -319,8 +319,11 @@ class Cuda:
             try:
                 with shortage("memory of the GPU for the passes", SMALLER):
                     forward(boundary)
-            finally:
-                graphs[-1].capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # of a capture that is over or invalid already
+                    graphs[-1].capture_end()
+                raise
+            graphs[-1].capture_end()
 
         def run(bring: Bring | None) -> None:
             for graph, place in zip(graphs, places, strict=False):

@@ -20,6 +20,7 @@ from runtime.errors import InputError
 from runtime.model.loader import cache_argument
 
 NAME = "moespeq"
+_WINDOW_IN_MASKS = ("phimoe",)  # model types whose attention modules do not know the window of the library's masks
 _LATENTS = 256  # the fewest keys that a pass looks at, where a context has as many
 _ROWS = [SDPBackend.EFFICIENT_ATTENTION]
 _BLOCK = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -80,9 +81,12 @@ def register() -> None:
 def install(model: nn.Module) -> AttentionPass:
     """Give every attention module of a model one `AttentionPass`, and return it."""
     shared = AttentionPass()
+    config: Any = model.config
     for module in model.modules():
         if cache_argument(module) is not None and not hasattr(module, "layers"):
             module.moespeq_pass = shared  # type: ignore[assignment]
+            if config.model_type in _WINDOW_IN_MASKS:
+                module.sliding_window = config.sliding_window
             expand = getattr(module, "kv_b_proj", None)
             if isinstance(expand, nn.Linear):
                 expand.forward = _in_blocks(expand, shared)  # type: ignore[assignment]

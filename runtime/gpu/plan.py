@@ -51,17 +51,22 @@ def plan_gpu(
     """
     shape, residual = refuse(pack, settings), ResidualFacts.of(pack)
     config = json.loads((pack.config_folder / "config.json").read_text(encoding="utf-8"))
-    return make_gpu_plan(
-        pack.spec,
-        config,
-        settings,
-        dense_bytes=2 * sum(math.prod(pack.dense_info(name).shape) for name in pack.dense_names()),
-        draft_bytes=bank_bytes(pack, shape) if drafts(settings) or residual is not None else 0,
-        slot_bytes=pack.target_slot_bytes,
-        beside=None if residual is None else Beside.of(shape, residual),
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-    )
+    try:
+        return make_gpu_plan(
+            pack.spec,
+            config,
+            settings,
+            dense_bytes=2 * sum(math.prod(pack.dense_info(name).shape) for name in pack.dense_names()),
+            draft_bytes=bank_bytes(pack, shape) if drafts(settings) or residual is not None else 0,
+            slot_bytes=pack.target_slot_bytes,
+            beside=None if residual is None else Beside.of(shape, residual),
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+        )
+    except PlanError as error:
+        less = "--no-speculate takes less of it, " if drafts(settings) and residual is None else ""
+        error.mend += f"; this is a run on a GPU: {less}--device cpu none"
+        raise
 
 
 def refuse(pack: Pack, settings: RunSettings, gpu: Gpu | None = None) -> ExpertShape:
@@ -209,6 +214,12 @@ def _host_slots(size: str | None, num_records: int, slot_bytes: int, available_b
         slots = min(num_records, int(available_bytes * _HOST_SHARE) // slot_bytes)
     else:
         slots = min(num_records, parse_size(size, num_records * slot_bytes) // slot_bytes)
+    if most < 1:
+        raise PlanError(
+            expected=f"host memory for a host cache of one expert, {format_size(slot_bytes)}",
+            found=f"{format_size(available_bytes)} available",
+            mend="free memory",
+        )
     if slots < 1 or slots > most:
         raise PlanError(
             expected=f"a host cache of {format_size(slot_bytes)} to {format_size(most * slot_bytes)}",

@@ -203,9 +203,11 @@ class RowsDecoder:
         biased = any(
             part.bias is not None for one in (*shared, *dense) for part in one.children() if hasattr(part, "bias")
         )
+        gated = [layer.mlp for layer in layers if hasattr(layer.mlp, "shared_expert_gate")]  # by the router's product
         silu = config.hidden_act in ("silu", "swish") or not (shared or dense)
         even = all(ops.fits_norm(len(norm.weight)) and _whole(norm) for norm in norms)
-        return silu and even and not biased and all(map(ops.fits_linear, weights))
+        routed = all(_router(mlp, config, ops) is not None for mlp in gated)
+        return silu and even and routed and not biased and all(map(ops.fits_linear, weights))
 
     def logits(self, ids: Tensor, positions: Tensor, length: int, experts: RowExperts) -> Tensor:
         """Queue a pass.
@@ -252,13 +254,17 @@ def _mlp(module: Any, place: int | None, config: Any, ops: RowOps) -> Any:
         return _Linears(module, ops)
     shared = _shared_of(module)
     linears = None if shared is None else _Linears(shared, ops)
-    router = _SOFTMAX.get(config.model_type)
-    if router is not None and not (
-        ops.fits_router(len(module.gate.weight), module.gate.top_k) and ops.fits_linear(module.gate.weight)
-    ):
-        router = None
-    assert router is not None or not hasattr(module, "shared_expert_gate")
-    return _Experts(module, place, ops, router, linears)
+    return _Experts(module, place, ops, _router(module, config, ops), linears)
+
+
+def _router(module: Any, config: Any, ops: RowOps) -> bool | None:
+    """Whether the router's weights are rounded to BF16; None where the library's module routes."""
+    rounded = _SOFTMAX.get(config.model_type)
+    if rounded is None:
+        return None
+    weight: Tensor = module.gate.weight
+    fits = ops.fits_router(len(weight), module.gate.top_k) and ops.fits_linear(weight)
+    return rounded if fits else None
 
 
 def _shared_of(module: Any) -> Any:

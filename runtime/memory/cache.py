@@ -192,6 +192,21 @@ class ExpertCache:
                         self._report(transfer, landing.num_bytes)
                         self._landings.pop(transfer.key, None)
 
+    def recover(self) -> None:
+        """Take back whatever an interrupted user left held, queued or half claimed.
+
+        Ctrl-C may come between any two steps, also of those that would let go. For a new user, when no stream or hold
+        of an earlier one is used any more; copies under way go on.
+        """
+        with self._lock:
+            for ticket in self._open_tickets:
+                ticket.held.clear()
+                ticket.ready.clear()
+                ticket.pending.clear()
+            self._open_tickets.clear()
+            self._waiters.clear()
+            self._queue.recover()
+
     def close(self) -> None:
         """Drop what is queued, wait for reads in flight, end the threads. Streams still waiting raise."""
         with self._lock:

@@ -27,6 +27,7 @@ class Residency:
         self.window = Window()
         self._policy = policy
         self._stats = stats
+        self._num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self._unused: dict[ExpertKey, int] = {}  # bytes of prefetched records that nothing has asked for yet
 
@@ -76,6 +77,12 @@ class Residency:
     def schedule(self, on_their_way: Collection[ExpertKey]) -> list[Fetch]:
         """The fetches of the window from what is resident or on its way now."""
         return schedule(self.window, self.slots, on_their_way, len(self._free), self._policy)
+
+    def recover(self, filling: Collection[int]) -> None:
+        """Unpin everything, and count as free whatever slot neither holds an expert nor is among those being filled."""
+        taken = {*self.slots.values(), *filling}
+        self.pins.clear()
+        self._free = [slot for slot in range(self._num_slots - 1, -1, -1) if slot not in taken]
 
     def give_back(self, slot: int) -> None:
         """A claimed slot whose read failed."""

@@ -151,6 +151,13 @@ class TransferQueue:
         self.demands.clear()
         self._fetches.clear()
 
+    def recover(self) -> None:
+        """Forget what is queued and who holds what; only what is in flight still counts."""
+        self.clear()
+        under_way = self.in_flight.values()
+        self._on_link = sum(transfer.read_s is None for transfer in under_way)
+        self._residency.recover([transfer.slot for transfer in under_way])
+
     def _start(self, transfer: Transfer) -> Transfer:
         transfer.started = time.perf_counter()
         if not self._on_link:

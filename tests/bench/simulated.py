@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from moespeq_cli.bench.kernel_bound import Rounding
 from moespeq_cli.bench.kernel_candidate import Batch, Call, Layer
-from runtime.kernels.layout import SlotLayout
+from runtime.kernels.layout import Biases, SlotLayout
 from runtime.kernels.reference import activate_torch, dequantize
 from runtime.kernels.shape import ExpertShape, WeightForm
 from runtime.kernels.units import Codes
@@ -57,6 +58,14 @@ class Simulated:
         return Prepared(shape, form, self.fault, self.rounds)
 
 
+@functools.lru_cache(maxsize=256)  # by what a slot holds: every call reads the same few
+def _unpacked(shape: ExpertShape, form: WeightForm, slot: bytes) -> tuple[Any, Any, Biases | None]:
+    layout = SlotLayout(shape, form)
+    unpack: Any = layout.unpack_codes if layout.form.is_coded else layout.views_bf16
+    found: tuple[Any, Any, Biases | None] = unpack(torch.frombuffer(bytearray(slot), dtype=torch.uint8)[None])
+    return found
+
+
 class Prepared:
     def __init__(self, shape: ExpertShape, form: WeightForm, fault: Fault, rounding: Rounding) -> None:
         self.shape, self.form, self.fault, self.rounding, self.calls = shape, form, fault, rounding, 0
@@ -83,13 +92,11 @@ class Prepared:
         out.copy_(self.fault.y(y.bfloat16(), self.calls))
 
     def _pairs(self, layer: Layer, batch: Batch) -> Tensor:
-        layout = SlotLayout(self.shape, self.form)
         p = torch.zeros(len(batch), self.shape.top_k, self.shape.hidden_size)
         for expert in torch.unique(batch.top_k_index).tolist():
             if (slot := int(layer.slot_of[expert])) < 0:
                 continue
-            unpack: Any = layout.unpack_codes if self.form.is_coded else layout.views_bf16
-            gate_up, down, biases = unpack(layer.pool[slot : slot + 1])
+            gate_up, down, biases = _unpacked(self.shape, self.form, layer.pool[slot].numpy().tobytes())
             token, j = torch.where(batch.top_k_index == expert)
             bias = None if biases is None else biases.gate_up[0]
             joined = self._linear("gate_up", gate_up, batch.x[token].float(), bias)
@@ -99,6 +106,8 @@ class Prepared:
         return p
 
     def _linear(self, name: str, linear: Codes | Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        if isinstance(linear, Codes):  # of which a fault may change some
+            linear = Codes(linear.codes.clone(), linear.scales.clone())
         linear = self.fault.linear(name, linear)
         weight = linear[0].double() if isinstance(linear, Tensor) else dequantize(linear, self.form)[0]
         weight = (weight.bfloat16() if self.rounding.weights else weight).float()

@@ -231,3 +231,20 @@ def test_encodings_are_named_apart_or_together_and_others_refused(capsys: pytest
     with pytest.raises(SystemExit):
         main(["bench", "decode", "--geometry", "qwen1.5-moe", "--encoding", "zip"])
     assert "--encoding of raw, residual; found 'zip'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--encoding", "residual"], "--encoding together with --geometry"),
+        (["--disk", "/tmp"], "--disk together with --geometry"),
+        (["--no-ablations"], "--ablations together with --geometry"),
+        (["--geometry", "qwen1.5-moe", "--expert-cache", "25%"], "--expert-cache without --geometry"),
+    ],
+)
+def test_an_option_of_the_other_kind_of_model_is_refused(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        main(["bench", "decode", *options])
+    assert said in capsys.readouterr().err

@@ -26,7 +26,9 @@ def test_text_alone_goes_to_stdout(moespeq: Command, talker: Pack) -> None:
     done = moespeq("run", "--pack", talker.folder, "--prompt", "A")
     assert (done.status, done.stdout) == (0, TEXT + "\ufffd\n")
     assert "expert cache" in done.stderr and "ms a token" in done.stderr
-    assert "draft right 100.0%" in done.stderr
+    assert "draft right 100.0%" in done.stderr and "--host-cache" not in done.stderr
+    done = moespeq("run", "--pack", talker.folder, "--prompt", "A", "--device", "cpu", "--host-cache", "50%")
+    assert done.status == 0 and "--host-cache is for runs on a GPU" in done.stderr
 
 
 def test_json_is_one_object_a_prompt(moespeq: Command, talker: Pack, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -132,7 +133,7 @@ class TorchKernels:
                     sums[t, j] = pairs[t, j] if resume and pairs is not None else 0
                     continue
                 here.add(expert_id)
-                gate_up, down = self._weights(pool[slot : slot + 1])
+                gate_up, down = _weights(self._layout, pool[slot].numpy().tobytes())
                 gate, up = (gate_up @ x[t].float()).chunk(2)
                 h = activate_torch(gate, up, self._layout.shape.activation).bfloat16().float()
                 sums[t, j] = down @ h
@@ -141,12 +142,15 @@ class TorchKernels:
         out.copy_((sums * top_k_weights[:, :, None]).sum(1))
         self.calls.append((len(x), len(here)))
 
-    def _weights(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        if self._layout.form.is_coded:
-            gate_up, down, _ = self._layout.unpack_codes(slots)
-            return tuple(dequantize(part, self._layout.form)[0].float() for part in (gate_up, down))  # type: ignore[return-value]
-        gate_up_rows, down_rows, _ = self._layout.views_bf16(slots)
-        return gate_up_rows[0].float(), down_rows[0].float()
+
+@functools.lru_cache(maxsize=512)  # by what a slot holds: every call reads the same few
+def _weights(layout: SlotLayout, slot: bytes) -> tuple[Tensor, Tensor]:
+    slots = torch.frombuffer(bytearray(slot), dtype=torch.uint8)[None]
+    if layout.form.is_coded:
+        gate_up, down, _ = layout.unpack_codes(slots)
+        return dequantize(gate_up, layout.form)[0].float(), dequantize(down, layout.form)[0].float()
+    gate_up_rows, down_rows, _ = layout.views_bf16(slots)
+    return gate_up_rows[0].float(), down_rows[0].float()
 
 
 class HostPool(ResidualPool):

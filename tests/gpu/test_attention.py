@@ -1,6 +1,8 @@
-"""Attention over latents: keys are the same whatever else a pass looks at."""
+"""Attention over latents: keys are the same whatever else a pass looks at. Windows: those of the library's masks."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from runtime.gpu import attention
 from runtime.gpu.model import LEAST_LENGTH
+from tests.tiny import make_model
 
 
 def test_latents_of_a_pass_are_expanded_in_products_of_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,3 +41,29 @@ def test_latents_of_a_pass_are_expanded_in_products_of_one_shape(monkeypatch: py
         here.block(0, latents.shape[-2])
         assert torch.allclose(expand(latents).float(), whole.float(), rtol=2e-2, atol=1e-2)
     assert shapes == [latents.shape[-2]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("mixtral", {}),
+        ("phimoe", {}),
+        ("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 1}),
+        ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 0}),
+        ("exaone_moe", {}),
+        ("afmoe", {}),
+    ],
+)
+@torch.no_grad()
+def test_a_window_is_the_librarys(kind: str, changes: dict[str, Any]) -> None:
+    attention.register()
+    model: Any = make_model(kind, sliding_window=5, **changes)
+    ids = (torch.arange(16) * 7 % 250)[None]
+    model.set_attn_implementation("eager")
+    wanted = model(ids, use_cache=False).logits
+    model.set_attn_implementation(attention.NAME)
+    here = attention.install(model)
+    here.block(0, 16)
+    assert torch.allclose(model(ids, use_cache=False).logits, wanted, atol=1e-4)
+    here.rows(torch.arange(16), 16)
+    assert torch.allclose(model(ids, use_cache=False).logits, wanted, atol=1e-4)

@@ -27,6 +27,9 @@ from runtime.gpu.model import DeviceModel
 from runtime.gpu.plan import plan_gpu
 from runtime.gpu.target import ROWS, BlockTarget
 from runtime.kernels.layout import SlotLayout
+from runtime.memory.cache import ExpertCache
+from runtime.memory.residency import Residency
+from runtime.memory.stream import Hold
 from tests.decode.conftest import PackOf
 from tests.decode.packs import build, prompt_of
 from tests.gpu.runs import Logits, say
@@ -107,6 +110,13 @@ def test_seed_gives_one_text_with_and_without_speculation(pack_of: PackOf) -> No
     assert generate(pack, sampling=sampling, slots=5)[0] == generate(pack, sampling=sampling, speculate=False)[0]
 
 
+def test_a_seed_under_rejection_gives_one_text_whatever_is_resident(pack_of: PackOf) -> None:
+    """Its text depends on what is drafted, so how far is not decided by what happens to be in slots."""
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    sampling = SamplingSettings(temperature=0.9, seed=3, rule="rejection")
+    assert generate(pack, sampling=sampling)[0] == generate(pack, sampling=sampling, slots=5)[0]
+
+
 def test_agrees_with_the_processors_own_engine(pack_of: PackOf) -> None:
     """Other kernels, other roundings: the logits of the first row are close, not equal."""
     from tests.decode.packs import decode
@@ -179,6 +189,38 @@ def test_ctrl_c_leaves_no_thread_and_the_next_text_is_right(
         setattr(part, name, compute)
         assert list(engine.generate(request)) == alone(pack)[0]
     assert threading.active_count() == before
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("owner", "name"), [(Residency, "claim"), (ExpertCache, "hold"), (Hold, "close")])
+def test_ctrl_c_between_having_and_holding_costs_no_slot(
+    pack_of: PackOf, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    """Each time at another place, as often as there are slots: nothing that nobody holds may stay taken."""
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    request = Request(prompt_of(4), 2, frozenset(), SamplingSettings())
+    inner, left = getattr(owner, name), 0
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0 and name == "close":  # before it; of the others after it, before the caller has what it gives
+            raise KeyboardInterrupt
+        found = inner(*arguments)
+        if left == 0:
+            raise KeyboardInterrupt
+        return found
+
+    with open_gpu(pack, settings_of(pack, 2, prefetch_window=2)) as engine:
+        wanted = list(engine.generate(request))
+        monkeypatch.setattr(owner, name, interrupted)
+        for place in range(1, 4):
+            left = place
+            with pytest.raises(KeyboardInterrupt):
+                list(engine.generate(request))
+        left = 0
+        assert list(engine.generate(request)) == wanted
+        assert not engine.cache._open_tickets and not engine.cache._residency.pins
 
 
 def test_a_gpu_without_the_memory_is_refused_with_what_to_do(pack_of: PackOf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,9 +324,10 @@ def test_plan_refuses_what_a_gpu_does_not_run(pack_of: PackOf) -> None:
     settings = settings_of(pack)
     needed = plan_gpu(pack, settings, device_bytes=much).total_bytes
     plan_gpu(pack, settings, device_bytes=needed)
-    with pytest.raises(PlanError, match="expert cache within"):
+    with pytest.raises(PlanError, match="expert cache within") as refused:
         plan_gpu(pack, settings, device_bytes=needed - 1)
-    with pytest.raises(PlanError, match="host cache"):
+    assert refused.value.mend.endswith("on a GPU: --no-speculate takes less of it, --device cpu none")
+    with pytest.raises(PlanError, match=r"host cache of one expert, 24\.6 kB; found 24\.6 kB available"):
         plan_gpu(pack, settings, device_bytes=much, host_bytes=pack.target_slot_bytes - 1)
     with pytest.raises(InputError, match="bfloat16"):
         plan_gpu(pack, settings_of(pack, dtype="float32"), device_bytes=much)

@@ -53,8 +53,9 @@ def test_without_cupy_auto_takes_the_processor(pack_of: PackOf, monkeypatch: pyt
     pretend(monkeypatch)
     monkeypatch.setattr(opening, "find_spec", lambda name: None)
     assert not opening.choose_device(pack, RunSettings()).is_gpu
-    with pytest.raises(KernelError, match="CuPy"):
+    with pytest.raises(KernelError, match="CuPy") as refused:
         opening.choose_device(pack, RunSettings(device="cuda"))
+    assert refused.value.mend == "pip install 'moespeq[cuda]'; or run with --device cpu"
 
 
 def test_opening_says_how_far_the_experts_are(pack_of: PackOf, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,20 @@ def test_leaves_other_models_to_the_library(kind: str, changes: dict[str, Any], 
     assert not RowsDecoder.accepts(model, TorchRows())
 
 
+@pytest.mark.parametrize(("kind", "accepted"), [("qwen2_moe", False), ("qwen3_moe", True)])
+def test_a_router_that_is_too_large_is_the_librarys(kind: str, accepted: bool, tmp_path: Path) -> None:
+    """And with it a model whose shared experts have a gate, which is a column of the router's product."""
+
+    class Small(TorchRows):
+        def fits_router(self, num_experts: int, top_k: int) -> bool:
+            return num_experts < 8
+
+    model, spec = build(kind, tmp_path / "model", {})
+    assert RowsDecoder.accepts(model, Small()) == accepted
+    if accepted:
+        RowsDecoder(model, spec.moe_layers, SharedKv(spec.num_layers, 8), Small())
+
+
 def test_weights_that_are_read_together_are_not_there_twice(tmp_path: Path) -> None:
     model, spec = build("qwen2_moe", tmp_path / "model", {})
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}

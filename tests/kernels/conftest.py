@@ -13,6 +13,7 @@ from runtime.errors import KernelError
 from runtime.kernels import compile as compiling
 from runtime.kernels.compile import compile_cubin
 from runtime.kernels.device import Gpu, current_gpu
+from tests.kernels.host import cxx
 
 PROBES = Path(__file__).parent / "probes"
 
@@ -63,3 +64,13 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> Path:
     """The tests' own kernels in place of the product's."""
     monkeypatch.setattr(compiling, "kernel_folder", lambda: PROBES)
     return PROBES
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where kernels compiled for the host are kept; parallel workers share it."""
+    cxx()
+    own = tmp_path_factory.getbasetemp()
+    shared = (own.parent if own.name.startswith("popen-") else own) / "emulated"
+    shared.mkdir(exist_ok=True)
+    return shared

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,19 +132,44 @@ def library(
     if edit is not None:
         assert sum(text.count(edit[0]) for text in texts.values()) == 1, f"{edit[0]!r} once in {source} and its headers"
         texts = {name: text.replace(*edit) for name, text in texts.items()}
-    machine = [f.read_text(encoding="utf-8") for f in sorted(EMULATOR.iterdir())]
-    key = hashlib.sha256(repr((main, texts, machine, sorted(defines.items()), arch)).encode()).hexdigest()[:16]
+    emulator = [f.read_text(encoding="utf-8") for f in sorted(EMULATOR.iterdir())]
+    key = hashlib.sha256(repr((main, texts, emulator, sorted(defines.items()), arch)).encode()).hexdigest()[:16]
     target = folder / f"{key}.so"
     if not target.exists():
+        base = machine(folder)
         with tempfile.TemporaryDirectory(dir=folder) as name:
             work = Path(name)
-            shutil.copytree(EMULATOR, work, dirs_exist_ok=True)
+            for file in EMULATOR.iterdir():
+                if file.stem != "simt":
+                    shutil.copy(file, work)
             for own, text in texts.items():
                 (work / own).write_text(text, encoding="utf-8")
-            command = [cxx(), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-D__CUDA_ARCH__={arch}"]
-            command += [f'-DKERNEL_FILE="{source}"', f"-DKERNEL_NAME={source.removesuffix('.cu')}"]
-            command += [f"-D{macro}={value}" for macro, value in defines.items()]
-            done = subprocess.run([*command, "-o", "made.so", main], cwd=work, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
+            options = [f"-D__CUDA_ARCH__={arch}", f'-DKERNEL_FILE="{source}"']
+            options += [f"-DKERNEL_NAME={source.removesuffix('.cu')}"]
+            options += [f"-D{macro}={value}" for macro, value in defines.items()]
+            options += ["-I.", f"-I{base}", "-include", str(base / "simt.hpp"), "-shared", "-o", "made.so"]
+            compile_in(work, [*options, main, str(base / "simt.o")])
             os.replace(work / "made.so", target)
     return ctypes.CDLL(str(target))
+
+
+def machine(folder: Path) -> Path:
+    """A folder with what all kernels share, compiled once: the scheduler, and the header in the compiler's own form."""
+    base = folder / "machine"
+    if not base.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            work = Path(name) / "machine"
+            work.mkdir()
+            for file in EMULATOR.glob("simt.*"):
+                shutil.copy(file, work)
+            compile_in(work, ["-c", "simt.cpp", "-o", "simt.o"])
+            compile_in(work, ["-x", "c++-header", "simt.hpp", "-o", "simt.hpp.gch"])
+            with suppress(OSError):  # another process was first
+                work.rename(base)
+    return base
+
+
+def compile_in(folder: Path, options: list[str]) -> None:
+    command = [cxx(), "-std=c++17", "-O1", "-fPIC", "-w", *options]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

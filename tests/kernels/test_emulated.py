@@ -15,7 +15,6 @@ from runtime.kernels.layout import Biases, SlotLayout
 from runtime.kernels.reference import compute_torch, quantize, slot_experts
 from runtime.kernels.shape import Activation, ExpertShape, WeightForm
 from tests.kernels import emulated
-from tests.kernels.host import cxx
 
 ANY_SMEM_BYTES = 1 << 24  # the emulated machine has as much shared memory as is asked for
 FEW_ROLES_BYTES = 128 << 10  # room for few compute warps, so that the emulation has less to do
@@ -75,15 +74,6 @@ class Layer:
         experts = slot_experts(self.layout, self.pool, self.slot_of.tolist())
         right = compute_torch(x, index, weights, experts, self.shape.activation).y
         return float((y.double() - right).norm() / right.norm())
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    cxx()
-    own = tmp_path_factory.getbasetemp()  # parallel workers have one each, beside each other
-    shared = (own.parent if own.name.startswith("popen-") else own) / "emulated"
-    shared.mkdir(exist_ok=True)
-    return shared
 
 
 SHAPE = ExpertShape(6, 3, 288, 192)

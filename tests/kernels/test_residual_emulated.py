@@ -13,17 +13,7 @@ from torch import Tensor
 
 from moespeq_cli.bench.kernel_residual import ExactExperts
 from tests.kernels.emulated_residual import Machine
-from tests.kernels.host import cxx
 from tests.kernels.residual_cases import SHAPES, every_word, hostile, wild
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    cxx()
-    own = tmp_path_factory.getbasetemp()
-    shared = (own.parent if own.name.startswith("popen-") else own) / "emulated"
-    shared.mkdir(exist_ok=True)
-    return shared
 
 
 @pytest.mark.parametrize(("name", "share"), [("odd", 0.0), ("odd", 0.5), ("g32", 0.01)])

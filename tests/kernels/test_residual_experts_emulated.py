@@ -17,7 +17,6 @@ from runtime.kernels.shape import Activation, ExpertShape, WeightForm
 from tests.kernels import emulated
 from tests.kernels.emulated import pointer
 from tests.kernels.emulated_residual import Machine
-from tests.kernels.host import cxx
 from tests.kernels.residual_cases import with_exceptions
 
 SMEM_BYTES = 232448  # of a block of an H200
@@ -65,15 +64,6 @@ class Both:
 
     def run_plain(self, *batch: Tensor, **options: Any) -> Tensor:
         return self.plain.run(self.exact, self.own, *batch, **options)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    cxx()
-    own = tmp_path_factory.getbasetemp()
-    shared = (own.parent if own.name.startswith("popen-") else own) / "emulated"
-    shared.mkdir(exist_ok=True)
-    return shared
 
 
 @pytest.fixture(scope="module")

@@ -50,10 +50,12 @@ inline uint4 load_shared_by_grid(const void* p) {
 }
 inline void store_shared_by_grid(void* p, uint4 v) { memcpy(p, &v, 16), simt::event(); }
 inline uint4 load_read_only(const void* p) { uint4 v; memcpy(&v, p, 16); return v; }
+inline uint4 load_lines(const void* p) { return load_read_only(p); }
 inline u32 atomic_add(u32* p, u32 n) { const u32 old = *p; *p += n; simt::event(); return old; }
 inline u32 atomic_add_later(u32* p, u32 n, int zero) { return atomic_add(p + zero, n); }
 
 // ---- arithmetic ----
+#define MINUS_INFINITY (-INFINITY)
 inline float bf16_to_f32(u32 bits) { return __uint_as_float(bits << 16); }
 inline u32 simt_bf16(float f) {
   if (std::isnan(f)) return 0x7fff;
@@ -112,7 +114,17 @@ inline void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   for (int i = 0; i < 4; i++) c[i] += __uint_as_float(out[i]);
 }
 
-inline void wait_for_previous_kernel() {}
+inline void load_transposed(u32 address, u32 (&a)[4]) {
+  simt::together(9, "ldmatrix", &address, 1, a, 4, [](simt::Warp& w) {
+    for (int l = 0; l < 32; l++)
+      for (int i = 0; i < 4; i++) {
+        auto half = [&](int row) { return (u32)simt_lds<u16>(w.in[8 * i + row][0] + 2 * (l / 4)); };
+        w.out[l][i] = half(l % 4 * 2) | half(l % 4 * 2 + 1) << 16;
+      }
+  });
+}
+
+inline void wait_for_previous_kernel() { if (simt::machine->waited) simt::machine->waited(); }
 inline void let_next_kernel_start() {}
 
 // ---- mbarriers and bulk copies ----

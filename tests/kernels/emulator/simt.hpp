@@ -31,6 +31,7 @@ typedef unsigned char u8;
 struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
+struct uint2 { u32 x, y; };
 struct int2 { int x, y; };
 struct Dim { u32 x, y, z; };
 
@@ -71,10 +72,11 @@ struct Block {
 };
 
 struct Machine {
-  u32 grid = 1, threads = 32, shared_bytes = 0;
+  u32 grid = 1, grid_y = 1, threads = 32, shared_bytes = 0;
   Copies copies = RANDOM;
   std::mt19937 random{1};
   std::function<void()> kernel;
+  std::function<void()> begun, waited;  // a block begins; a thread has waited for the kernel ahead
   Lane* now = nullptr;
   jmp_buf scheduler;
   u64 events = 0;                    // things that others may have waited for
@@ -162,93 +164,8 @@ inline void land(Block& block, size_t i) {
   settle(b);
 }
 
-inline void enter() {
-  Machine* m = machine;
-  Lane* self = m->now;
-  m->kernel();
-  self->done = true, self->block->live--;
-  event();
-  while (true) leave();
-}
-
-inline std::unique_ptr<Block> make_block(Machine& m, u32 index) {
-  auto block = std::make_unique<Block>();
-  block->index = index, block->live = m.threads;
-  block->shared.resize(m.shared_bytes);
-  for (auto& byte : block->shared) byte = (u8)m.random();         // nothing may rely on zeros
-  block->warps.resize(m.threads / 32), block->slow.resize(m.threads / 32);
-  const size_t stack = 64 << 10;
-  block->stack_bytes = stack * m.threads;
-  block->stacks = (char*)mmap(nullptr, block->stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  for (u32 t = 0; t < m.threads; t++) {
-    auto lane = std::make_unique<Lane>();
-    lane->thread = t, lane->block = block.get(), lane->warp = &block->warps[t / 32];
-    getcontext(&lane->context);
-    lane->context.uc_stack.ss_sp = block->stacks + stack * t, lane->context.uc_stack.ss_size = stack, lane->context.uc_link = nullptr;
-    makecontext(&lane->context, (void (*)())enter, 0);
-    block->lanes.push_back(std::move(lane));
-  }
-  return block;
-}
-
-// Runs some kernels side by side, each with at most `resident` blocks at a time. Returns "", or what went wrong.
-inline std::string run(std::vector<Machine*> machines, std::vector<u32> resident, u32 seed) {
-  std::mt19937 random(seed);
-  struct State { std::vector<std::unique_ptr<Block>> blocks; u32 started = 0; };
-  std::vector<State> states(machines.size());
-  u64 seen = 0, steps = 0;
-  u32 idle = 0;
-  while (true) {
-    bool left = false;
-    u64 events = 0;
-    u32 live_warps = 0;
-    for (size_t k = 0; k < machines.size(); k++) {
-      Machine& m = *machines[k];
-      State& s = states[k];
-      for (size_t i = 0; i < s.blocks.size();)
-        if (s.blocks[i]->live == 0) {
-          if (!s.blocks[i]->bulks.empty()) return "a block ended before its copies";
-          s.blocks.erase(s.blocks.begin() + i);
-        } else i++;
-      while (s.started < m.grid && s.blocks.size() < resident[k]) s.blocks.push_back(make_block(m, s.started++)), m.events++;
-      left = left || !s.blocks.empty();
-      events += m.events;
-      for (auto& b : s.blocks) live_warps += b->warps.size();
-    }
-    if (!left) return "";
-    idle = events == seen ? idle + 1 : 0;
-    seen = events;
-    if (idle > 4000 * live_warps) {
-      std::map<std::string, int> waits;
-      for (auto& s : states) for (auto& b : s.blocks) for (auto& l : b->lanes) if (!l->done) waits[l->waits]++;
-      std::string what = "no thread gets on:";
-      for (auto& w : waits) what += " " + std::to_string(w.second) + " wait for " + w.first + ";";
-      return what;
-    }
-    const size_t k = random() % machines.size();
-    Machine& m = *machines[k];
-    State& s = states[k];
-    if (s.blocks.empty()) continue;
-    Block& b = *s.blocks[random() % s.blocks.size()];
-    if (!b.bulks.empty() && (m.copies == RANDOM ? random() % 8 == 0 : idle > 4 * live_warps)) land(b, random() % b.bulks.size());
-    if (steps++ % 4000 == 0)
-      for (auto& state : states)
-        for (auto& block : state.blocks) {
-          const u32 slow_of_8 = random() % 4;         // none, few, half or most of the warps
-          for (auto& slow : block->slow) slow = random() % 8 < std::vector<u32>{0, 1, 4, 7}[slow_of_8];
-        }
-    u32 w;
-    do w = random() % b.warps.size();
-    while (b.slow[w] && random() % 128);
-    machine = &m;
-    for (u32 i = 0; i < 32; i++) {
-      Lane& l = *b.lanes[w * 32 + i];
-      if (l.done) continue;
-      go_on(m, l);
-      if (!m.fault.empty()) return m.fault;
-    }
-  }
-}
+// Runs some kernels side by side, each with at most `resident` blocks at a time. Returns "", or what went wrong. In simt.cpp.
+std::string run(std::vector<Machine*> machines, std::vector<u32> resident, u32 seed);
 }  // namespace simt
 
 // ---- CUDA's names ----
@@ -259,10 +176,11 @@ inline std::string run(std::vector<Machine*> machines, std::vector<u32> resident
 #define __restrict__
 #define __launch_bounds__(...)
 #define threadIdx (Dim{simt::lane().thread, 0, 0})
-#define blockIdx (Dim{simt::lane().block->index, 0, 0})
-#define gridDim (Dim{simt::machine->grid, 1, 1})
+#define blockIdx (Dim{simt::lane().block->index % simt::machine->grid, simt::lane().block->index / simt::machine->grid, 0})
+#define gridDim (Dim{simt::machine->grid, simt::machine->grid_y, 1})
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline int2 make_int2(int x, int y) { return {x, y}; }
 template <class A, class B> inline auto min(A a, B b) -> decltype(a + b) { return a < b ? a : b; }
 template <class A, class B> inline auto max(A a, B b) -> decltype(a + b) { return a > b ? a : b; }
@@ -272,6 +190,9 @@ inline u32 __funnelshift_r(u32 low, u32 high, u32 shift) { return (u32)(((u64)hi
 inline float __uint_as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
 inline u32 __float_as_uint(float f) { u32 v; memcpy(&v, &f, 4); return v; }
 inline float __expf(float v) { return std::exp(v); }
+inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
+inline float __ldcg(const float* p) { return *p; }
+inline void __threadfence() {}
 inline float __fdividef(float a, float b) { return a / b; }
 inline void __syncthreads() { simt::gate(0, simt::machine->threads, "__syncthreads"); }
 inline void __syncwarp() {
