@@ -123,6 +123,7 @@ class RowKernels:
         self._device = torch.device("cuda", self._gpu.index)
         self._partial = torch.empty(0, device=self._device)
         self._tickets = torch.zeros(0, dtype=torch.int32, device=self._device)
+        self._kept: list[Tensor] = []
 
     def fits_linear(self, weight: Tensor) -> bool:
         """See `RowOps`."""
@@ -231,11 +232,13 @@ class RowKernels:
         kernel.launch(tiles, args, programmatic=True)
 
     def _reserve(self, floats: int, heads: int) -> None:
-        """Room for what blocks of attention leave to the last one; grows before anything is recorded."""
+        """Room for what blocks of attention leave to the last one; smaller ones stay, as recorded launches use them."""
         if self._partial.numel() < floats:
             self._partial = torch.empty(floats, device=self._device)
+            self._kept.append(self._partial)
         if self._tickets.numel() < heads:
             self._tickets = torch.zeros(heads, dtype=torch.int32, device=self._device)
+            self._kept.append(self._tickets)
 
 
 def attend_smem(size: int, groups: int) -> int:
