@@ -6,16 +6,24 @@ import contextlib
 import ctypes
 from collections.abc import Iterator
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # parameters of mallopt
 _OWN_PAGES_BYTES = 1 << 17  # glibc's own threshold before it adapts
 _ADAPTED_BYTES = 1 << 25  # the highest that glibc adapts to; twice as much may then stay at the heap's end
 
 
-def give_back() -> None:
-    """Give pages that were freed, between others too, back to the system; where glibc is not, do nothing.
+def share_one() -> None:
+    """Let threads from now on take memory from one heap; where glibc is not, do nothing.
 
-    For the pauses of work that makes and frees much in threads: each thread's heap keeps what was freed in it.
+    glibc gives threads heaps of their own, and what is freed in one is of no use to the others. Quantising 24 layers
+    took 5.9 GB so, with every layer a little more, and 4.7 from one heap.
     """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_ARENA_MAX, 1)
+
+
+def give_back() -> None:
+    """Give pages that were freed, between others too, back to the system; where glibc is not, do nothing."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -225,6 +225,7 @@ class LayerStream:
         device: torch.device = CPU,
     ) -> None:
         """Build the model; of its weights, only the final norm and the head are read, for `logits`, if `head`."""
+        heap.share_one()
         self.checkpoint = checkpoint
         self.spec = spec
         self.dtype = dtype
@@ -294,7 +295,7 @@ class LayerStream:
             layer = StreamedLayer(self, layer_id, module)
             yield layer
             layer.drop()
-            heap.give_back()  # or what its passes freed stays in the heaps of their threads, and grows layer by layer
+            heap.give_back()
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -39,3 +39,35 @@ print((resident() - before) / sum(linear.num_bytes for linear in kept))
 def test_a_bank_takes_little_more_than_it_keeps() -> None:
     done = subprocess.run([sys.executable, "-c", BUILD], cwd=ROOT, capture_output=True, text=True, check=True)
     assert 0.85 < float(done.stdout) < 1.1  # without it 1.1 to 3.3
+
+
+THREADS = """
+import threading, torch
+from runtime.memory.heap import give_back, share_one
+
+torch.set_num_threads(1)
+if {one}:
+    share_one()
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+before = resident()
+for _ in range(6):  # threads that come and go, each with many tensors below what is mapped apart
+    threads = [threading.Thread(target=lambda: [torch.ones(1 << 13) for _ in range(800)]) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+grown = resident() - before
+give_back()
+print(grown, resident() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="no glibc")
+def test_what_threads_freed_can_be_given_back() -> None:
+    command = [sys.executable, "-c", THREADS.replace("{one}", "True")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    grown, kept = map(int, done.stdout.split())
+    assert grown < 90_000_000 and kept < 20_000_000  # two threads have 52 MB at a time
