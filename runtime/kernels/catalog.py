@@ -119,16 +119,13 @@ CATALOG: tuple[Entry, ...] = (
     *_fused(_QWEN, _BF16, 8),
     *_fused(_QWEN, _BF16, 16, (H200, A100, CONSUMER), FusedConfig(k_split=8)),
     *_fused(_DEEPSEEK, _INT4, 16),
-    *_fused(_DEEPSEEK, _BF16, 8, (H200,)),
     *_fused(_QWEN3, _INT4, 16),
-    *_fused(_QWEN3, _INT8, 16, (H200,)),
     *_fused(_PHI, _INT4, 8),
     *_fused(_PHI, _BF16, 16, (H200,)),
     *_fused(_MIXTRAL, _INT4, 8),
     *_fused(_MIXTRAL, WeightForm("int4", 64), 16, (H200,)),
     *_fused(_MIXTRAL, _BF16, 8, (H200,)),
     *_fused(_GPT_OSS, WeightForm("int4", 32), 8),
-    *_fused(_GPT_OSS, _INT8, 16),
     *_fused(_GPT_OSS, _BF16, 16),
     *(
         entry
@@ -138,7 +135,6 @@ CATALOG: tuple[Entry, ...] = (
     ),
     *_fused(_ODD[1], WeightForm("int4", 32), 16),
     *_fused(_ODD[2], WeightForm("int4", 64), 8),
-    *_fused(_MIXTRAL, WeightForm("int4", 32), 16, (H200,)),
     *_fused(_ODD[0], WeightForm("int4", 64), 16, (H200,)),
     Entry(plan(SlotLayout(_QWEN, _INT4), 8, FusedConfig(), H200).source, 128, ("sm_80",)),  # which traps
 )

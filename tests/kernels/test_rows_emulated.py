@@ -31,8 +31,7 @@ def integers(*sizes: int, seed: int = 0, most: int = 3) -> Tensor:
     return torch.randint(-most, most + 1, sizes, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-@pytest.mark.parametrize(("n", "k"), [(1, 32), (61, 2112), (130, 288)])
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(("n", "k", "rows"), [(1, 32, 8), (61, 2112, 1), (130, 288, 8)])
 def test_products_of_integers_are_exact(ops: RowKernels, n: int, k: int, rows: int) -> None:
     """Tiles of many warps and of few, each with a ragged last tile or last step."""
     weight, x, bias = integers(n, k, seed=1), integers(rows, k + 8, seed=2)[:, :k], integers(n, seed=3)
@@ -56,8 +55,7 @@ def test_gates_and_joins(ops: RowKernels, n: int, k: int) -> None:
     assert ((ops.join(*all_of) - exact).abs() <= size * 5 * STEP + 1e-6).all()
 
 
-@pytest.mark.parametrize(("width", "groups"), [(8, 3), (200, 2), (2056, 1)])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("width", "groups", "biased"), [(8, 3, True), (200, 2, False), (2056, 1, True)])
 def test_norms(ops: RowKernels, width: int, groups: int, biased: bool) -> None:
     x, weight = normal(3, groups * width + 8, seed=1, scale=3.0)[:, : groups * width], normal(width, seed=2)
     bias = normal(width, seed=3) if biased else None
@@ -68,7 +66,7 @@ def test_norms(ops: RowKernels, width: int, groups: int, biased: bool) -> None:
     assert ops.norm(x, weight, bias, 1e-5, out=x) is x and torch.equal(x, ours)
 
 
-@pytest.mark.parametrize(("heads", "key_heads", "size", "rotated"), [(4, 4, 64, 64), (8, 2, 128, 32), (6, 3, 96, 96)])
+@pytest.mark.parametrize(("heads", "key_heads", "size", "rotated"), [(8, 2, 128, 32), (6, 3, 96, 96)])
 def test_rotary_positions_and_the_kv(ops: RowKernels, heads: int, key_heads: int, size: int, rotated: int) -> None:
     qkv = normal(MAX_ROWS, (heads + 2 * key_heads) * size, seed=1)
     cosine, sine = normal(MAX_ROWS, rotated, seed=2), normal(MAX_ROWS, rotated, seed=3)
@@ -85,8 +83,9 @@ CAPACITY = 300
 ROWS = [0, 1, 127, 128, 129, 255, 256, 299]
 
 
-@pytest.mark.parametrize(("heads", "key_heads", "size"), [(6, 2, 96), (8, 1, 32), (1, 1, 256)])
-@pytest.mark.parametrize("window", [None, 1, 130])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "size", "window"), [(6, 2, 96, None), (6, 2, 96, 130), (8, 1, 32, 1), (1, 1, 256, None)]
+)
 def test_attention(ops: RowKernels, heads: int, key_heads: int, size: int, window: int | None) -> None:
     keys, values = normal(key_heads, CAPACITY, size, seed=1), normal(key_heads, CAPACITY, size, seed=2)
     for places in (ROWS, [5, 4, 200]):
