@@ -23,7 +23,7 @@ from runtime.model.experts import Compute, combine, sorted_tokens
 from runtime.model.stream import LayerStream, StreamedLayer
 
 BITS = 4
-HEAD_ROWS = 4096  # of the head's weights, whose gradient is in memory at a time
+HEAD_ROWS = 4096  # of the head's weights, which are rounded, and whose gradient is in memory, at a time
 Take = Callable[[Tensor], None]
 
 
@@ -106,7 +106,10 @@ class SensitivityPass:
         losses = torch.zeros(self.num_domains, dtype=torch.float64)
         weight = self.stream.head_weight.detach()
         scores.open(HEAD, len(weight))
-        error = weight.float() - rounded(weight, BITS)
+        error = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+        for start in range(0, len(weight), HEAD_ROWS):  # rounding takes several times what it rounds
+            rows = slice(start, start + HEAD_ROWS)
+            error[rows] = weight[rows].float() - rounded(weight[rows], BITS)
         for sequence, (domain, text) in enumerate(zip(self.domain, self.sequences, strict=True)):
             states = self._moved(hidden(sequence)).requires_grad_()
             with torch.enable_grad():
