@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moespeq_cli.profile import sensitivity
 from moespeq_cli.profile.measure import TextSequence
 from moespeq_cli.profile.modules import CLASSES, layer_of, module_class
 from moespeq_cli.profile.rounding import group_size, rounded
@@ -121,6 +122,16 @@ def test_an_expert_that_no_token_reaches_has_zeros(tmp_path: Path) -> None:
     few = streamed(tmp_path, [TextSequence("a", torch.tensor([5, 6]))], ["a"])[0]
     totals = few.channels["layers.0.mlp.experts.down_proj"].sum(1)
     assert (totals == 0).sum() >= 4 and (totals > 0).any()  # 2 tokens use at most 4 of 8 experts
+
+
+def test_a_head_in_parts_has_the_same_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.save_tiny("mixtral", tmp_path)
+    sequences = texts(21, 9, domain="a")
+    whole_head = streamed(tmp_path, sequences, ["a"])[0]
+    monkeypatch.setattr(sensitivity, "HEAD_ROWS", 37)  # of 260, the last part shorter
+    parts = streamed(tmp_path, sequences, ["a"])[0]
+    torch.testing.assert_close(parts.channels["lm_head"], whole_head.channels["lm_head"], rtol=1e-6, atol=0)
+    assert float(whole_head.channels["lm_head"].min()) > 0
 
 
 def test_rounding_stays_within_half_a_step_and_in_its_grid() -> None:
