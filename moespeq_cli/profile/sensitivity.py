@@ -23,6 +23,7 @@ from runtime.model.experts import Compute, combine, sorted_tokens
 from runtime.model.stream import LayerStream, StreamedLayer
 
 BITS = 4
+KEPT_BYTES = 1 << 30  # of rounding errors of a layer's experts
 HEAD_ROWS = 4096  # of the head's weights, which are rounded, and whose gradient is in memory, at a time
 Take = Callable[[Tensor], None]
 
@@ -184,7 +185,8 @@ class _Experts:
         for projection, name in self.names.items():
             stack: Tensor = getattr(weights, projection)
             scores.open(name, *stack.shape[:2])
-        self.errors: dict[int, tuple[Tensor, Tensor]] = {}
+        self.errors: dict[tuple[int, bool], Tensor] = {}
+        self.kept_bytes = 0
 
     def compute(self, domain: int) -> Compute:
         def compute(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -201,30 +203,32 @@ class _Experts:
 
     def _expert(self, expert_id: int, domain: int, x: Tensor) -> Tensor:
         gate_up, down, gate_up_bias, down_bias = self.layer.weights(expert_id, self.dtype)
-        gate_up_error, down_error = self._errors(expert_id)
         inner, names, scores = self.inner, self.names, self.scores
 
         def take_gate_up(gradient: Tensor) -> None:
-            gradient = gradient.float()
-            scores.add(names["gate_proj"], domain, gradient[:inner], gate_up_error[:inner], expert_id)
-            scores.add(names["up_proj"], domain, gradient[inner:], gate_up_error[inner:], expert_id)
+            gradient, error = gradient.float(), self._error(expert_id, down=False)
+            scores.add(names["gate_proj"], domain, gradient[:inner], error[:inner], expert_id)
+            scores.add(names["up_proj"], domain, gradient[inner:], error[inner:], expert_id)
 
         def take_down(gradient: Tensor) -> None:
-            scores.add(names["down_proj"], domain, gradient.float(), down_error, expert_id)
+            scores.add(names["down_proj"], domain, gradient.float(), self._error(expert_id, down=True), expert_id)
 
         assert self.layer.math is not None
         between = self.layer.math.gate(probed_linear(x, gate_up, gate_up_bias, take_gate_up))
         return probed_linear(between, down, down_bias, take_down)
 
-    def _errors(self, expert_id: int) -> tuple[Tensor, Tensor]:
-        """Rounding errors of gate_up [2I, H] and down [H, I], made once a layer."""
-        if expert_id not in self.errors:
-            assert self.layer.experts is not None
-            one = self.layer.experts.expert(expert_id)
-            gate_up = torch.cat([one.gate_proj, one.up_proj])
-            pair = [weight.float() - rounded(weight, BITS) for weight in (gate_up, one.down_proj)]
-            self.errors[expert_id] = pair[0], pair[1]
-        return self.errors[expert_id]
+    def _error(self, expert_id: int, down: bool) -> Tensor:
+        """Rounding error of down [H, I] or gate_up [2I, H]; of the first experts kept, of others made each time."""
+        if (expert_id, down) in self.errors:
+            return self.errors[expert_id, down]
+        assert self.layer.experts is not None
+        one = self.layer.experts.expert(expert_id)
+        weight = one.down_proj if down else torch.cat([one.gate_proj, one.up_proj])
+        error = weight.float() - rounded(weight, BITS)
+        if self.kept_bytes + error.nbytes <= KEPT_BYTES:
+            self.errors[expert_id, down] = error
+            self.kept_bytes += error.nbytes
+        return error
 
 
 def _no_experts(*_: Tensor) -> Tensor:

@@ -134,6 +134,16 @@ def test_a_head_in_parts_has_the_same_scores(tmp_path: Path, monkeypatch: pytest
     assert float(whole_head.channels["lm_head"].min()) > 0
 
 
+def test_errors_made_anew_give_the_same_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.save_tiny("mixtral", tmp_path)
+    sequences = texts(21, 9, domain="a")
+    kept = streamed(tmp_path, sequences, ["a"])[0]
+    monkeypatch.setattr(sensitivity, "KEPT_BYTES", 100_000)  # of three experts or so
+    anew = streamed(tmp_path, sequences, ["a"])[0]
+    for name, score in kept.channels.items():
+        assert torch.equal(anew.channels[name], score), name
+
+
 def test_rounding_stays_within_half_a_step_and_in_its_grid() -> None:
     weights = torch.randn(6, 256, generator=torch.Generator().manual_seed(0))
     for bits in (4, 8):
