@@ -91,7 +91,7 @@ __device__ __forceinline__ void tile_sums(float (*sums)[TILE * COLUMNS], const b
 
 __device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
 
-// Calls `finish(place in y, weight row, row of x, BF16 product)` for each element of the block
+// Calls `finish(place in y, row of x, BF16 product)` for each element of the block
 template <typename Finish>
 __device__ __forceinline__ void each_product(const bf16* w, const bf16* bias, const bf16* x, int n, int k, int x_stride, int rows, Finish finish) {
   __shared__ float sums[1][TILE * COLUMNS];

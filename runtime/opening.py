@@ -13,6 +13,7 @@ from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
 from runtime.engine import BaseEngine, Engine
 from runtime.errors import InputError, KernelError, ShapeError
+from runtime.kernels import device as devices
 from runtime.memory.plan import MemoryPlan
 from runtime.run_plan import plan_run
 
@@ -32,6 +33,20 @@ class Device:
     refused: str | None = None
 
 
+def usable_gpu() -> devices.Gpu:
+    """The current GPU.
+
+    Raises:
+        KernelError: there is none that will do, or no CuPy.
+    """
+    gpu = devices.current_gpu()
+    if find_spec("cupy") is None:
+        raise KernelError(
+            expected="CuPy, which launches the kernels", found="no such package", mend="pip install 'moespeq[cuda]'"
+        )
+    return gpu
+
+
 def choose_device(pack: Pack, settings: RunSettings) -> Device:
     """The device of a run: as asked for, or a GPU where there is one that computes this pack.
 
@@ -42,14 +57,9 @@ def choose_device(pack: Pack, settings: RunSettings) -> Device:
     if settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available()):
         return Device("the processor", False)
     from runtime.gpu.plan import refuse
-    from runtime.kernels.device import current_gpu
 
     try:
-        gpu = current_gpu()
-        if find_spec("cupy") is None:
-            raise KernelError(
-                expected="CuPy, which launches the kernels", found="no such package", mend="pip install 'moespeq[cuda]'"
-            )
+        gpu = usable_gpu()
         refuse(pack, settings, gpu)
     except (KernelError, InputError, ShapeError) as error:
         if settings.device == "cuda":

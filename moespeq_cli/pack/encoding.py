@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
-
-import torch
 
 from runtime.artifacts.encodings import ENCODINGS, RAW, TargetEncoding
 from runtime.artifacts.record import DraftFormat
-from runtime.errors import InputError
+from runtime.errors import InputError, KernelError
 from runtime.gpu.bank import bank_form
 from runtime.kernels.residual_plan import CAPABILITY
 from runtime.model.families import MoeSpec
+from runtime.opening import usable_gpu
 
 AUTO = "auto"
 CHOICES = (AUTO, *ENCODINGS)
@@ -45,5 +43,7 @@ def choose(name: str, spec: MoeSpec, drafts: Mapping[int, DraftFormat]) -> Targe
 
 
 def _gpu_reads_residual() -> bool:
-    there = torch.cuda.is_available() and importlib.util.find_spec("cupy") is not None
-    return there and torch.cuda.get_device_capability() >= CAPABILITY
+    try:
+        return usable_gpu().capability >= CAPABILITY
+    except KernelError:
+        return False

@@ -110,7 +110,7 @@ class SensitivityPass:
         error = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, len(weight), HEAD_ROWS):  # rounding takes several times what it rounds
             rows = slice(start, start + HEAD_ROWS)
-            error[rows] = weight[rows].float() - rounded(weight[rows], BITS)
+            error[rows] = _rounding_error(weight[rows])
         for sequence, (domain, text) in enumerate(zip(self.domain, self.sequences, strict=True)):
             states = self._moved(hidden(sequence)).requires_grad_()
             with torch.enable_grad():
@@ -151,7 +151,7 @@ class SensitivityPass:
         errors = {}
         for name, weight in dense.items():
             scores.open(prefix + name, len(weight))
-            errors[name] = weight.float() - rounded(weight, BITS)
+            errors[name] = _rounding_error(weight)
             weight.requires_grad_()
         experts = _Experts(layer, scores, self.stream.dtype) if layer.is_moe else None
         for sequence, domain in enumerate(self.domain):
@@ -224,11 +224,16 @@ class _Experts:
         assert self.layer.experts is not None
         one = self.layer.experts.expert(expert_id)
         weight = one.down_proj if down else torch.cat([one.gate_proj, one.up_proj])
-        error = weight.float() - rounded(weight, BITS)
+        error = _rounding_error(weight)
         if self.kept_bytes + error.nbytes <= KEPT_BYTES:
             self.errors[expert_id, down] = error
             self.kept_bytes += error.nbytes
         return error
+
+
+def _rounding_error(weight: Tensor) -> Tensor:
+    """What rounding takes from weights [out, in], float32."""
+    return weight.float() - rounded(weight, BITS)
 
 
 def _no_experts(*_: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class DeviceModel:
         names: Iterable[str],
         device: torch.device,
         capacity: int,
-        ops: RowOps | None = None,
+        ops: RowOps,
     ) -> None:
         attention.register()
         self.spec, self.device, self.capacity = spec, device, capacity
@@ -81,7 +81,7 @@ class DeviceModel:
             assert module is not None, f"layer {layer_id} has no experts module"
             module.compute = self._computer(place)  # type: ignore[assignment]
         self._decoder = None
-        if ops is not None and RowsDecoder.accepts(self.model, ops):
+        if RowsDecoder.accepts(self.model, ops):
             self._decoder = RowsDecoder(self.model, spec.moe_layers, self.kv, ops)
 
     @property

@@ -23,12 +23,8 @@ from runtime.model.loader import cache_argument, decoder_layers
 PLAIN = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "phimoe", "deepseek_v2")
 """Model types whose layers are norm, attention, sum, norm, experts or linears, sum, and nothing else."""
 
-_SOFTMAX = {
-    "qwen2_moe": True,
-    "qwen3_moe": True,
-    "olmoe": True,
-    "mixtral": False,
-}  # whether weights are rounded to BF16
+_SOFTMAX = {"qwen2_moe": True, "qwen3_moe": True, "olmoe": True, "mixtral": False}
+"""Model types whose router is a softmax and its top k, and whether the weights are rounded to BF16."""
 _WINDOW_OF_ALL = ("mixtral", "olmoe")  # whose window stands in the configuration and is that of every layer
 
 

@@ -37,9 +37,8 @@ def freed_at_once() -> Iterator[None]:
     lies between what was freed, and neither can be given back: an INT4 bank of 80 MB, built expert by expert, took 190.
     Afterwards blocks up to 32 MB come from the heap, as they would once glibc has adapted.
     """
-    library = ctypes.CDLL(None)
-    mallopt, trim = getattr(library, "mallopt", None), getattr(library, "malloc_trim", None)
-    if mallopt is None or trim is None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
         yield
         return
     mallopt(_MMAP_THRESHOLD, _OWN_PAGES_BYTES)
@@ -48,4 +47,4 @@ def freed_at_once() -> Iterator[None]:
     finally:
         mallopt(_MMAP_THRESHOLD, _ADAPTED_BYTES)
         mallopt(_TRIM_THRESHOLD, 2 * _ADAPTED_BYTES)
-        trim(0)
+        give_back()

@@ -10,6 +10,7 @@ import torch
 from moespeq_cli.pack import encoding
 from runtime.artifacts.record import DraftFormat, LinearFormat
 from runtime.errors import InputError
+from runtime.kernels.catalog import H200
 from runtime.model.families import MoeSpec
 
 SPEC = MoeSpec("mixtral", 2, (0, 1), 8, 2, 128, 256, "BF16", False, 0)
@@ -20,9 +21,7 @@ INT8 = DraftFormat(LinearFormat(8, 128), LinearFormat(8, 256))
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if this machine had an H200 and CuPy."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(encoding.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(encoding, "usable_gpu", lambda: H200)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -31,7 +30,7 @@ def test_a_gpu_that_computes_from_residual_records_gets_them(monkeypatch: pytest
     assert encoding.choose("raw", SPEC, {0: INT4, 1: INT4}).name == "raw"
     assert encoding.choose("auto", SPEC, {0: INT4, 1: INT8}).name == "raw", "a run on a GPU refuses such a mixture"
     assert encoding.choose("auto", dataclasses.replace(SPEC, dtype="F16"), {0: INT4, 1: INT4}).name == "raw"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    monkeypatch.setattr(encoding, "usable_gpu", lambda: dataclasses.replace(H200, capability=(8, 6)))
     assert encoding.choose("auto", SPEC, {0: INT4, 1: INT4}).name == "raw"
 
 
