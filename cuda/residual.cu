@@ -3,7 +3,7 @@
 // residual_index   makes and checks the directory of records, a warp a block of 8 units
 // Inputs     pool         records of slot_bytes each (docs/format.md, `residual`)
 //            bank         slots of bank_slot_bytes: INT4 units (runtime/kernels/units.py), down from bank_down_offset on
-//            slots, bank_slots  int32 [num_records]; payload_bytes  int64 [num_records], of records that fit into their slots
+//            slots, bank_slots  int32 [num_records], records with slot -1 are left out; payload_bytes  int64 [num_records], of records that fit into their slots
 // Output     directory    uint8 [slots, units * DIRECTORY_BYTES] of the slots named
 //            faults       int32 [num_records]: 1 is added for every block that contradicts itself or the codes; its units then have
 //                         an entry that is safe to follow and means nothing
@@ -81,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) residual_index(
 #pragma unroll 1
   for (int job = blockIdx.x * WARPS + threadIdx.x / 32; job < num_records * (BLOCKS1 + BLOCKS2); job += gridDim.x * WARPS) {
     const int n = job / (BLOCKS1 + BLOCKS2), block = job - n * (BLOCKS1 + BLOCKS2);
+    if (slots[n] < 0) continue;
     const bool down = block >= BLOCKS1;
     const int b = down ? block - BLOCKS1 : block, tile_units = down ? UNITS2 : UNITS1, tile_blocks = down ? TILE_BLOCKS2 : TILE_BLOCKS1;
     const int tile = b / tile_blocks, within = b - tile * tile_blocks, units = min(BLOCK_UNITS, tile_units - within * BLOCK_UNITS);

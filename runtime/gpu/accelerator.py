@@ -32,8 +32,11 @@ _STAGING_BYTES = 4 << 20
 class Mark(Protocol):
     """A place in the stream."""
 
+    def done(self) -> bool:
+        """Whether everything queued before it is done."""
+
     def wait(self) -> None:
-        """Return when everything queued before it is done."""
+        """Return when it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +110,14 @@ class Accelerator(Protocol):
     def let_go(self) -> None:
         """Give the memory of recorded passes back; none of them may be run again."""
 
-    def record(self, forward: Forward, cut: bool) -> Run:
+    def record(self, forward: Forward, cut: bool, gated: bool = False) -> Run:
         """Record a pass, to be queued many times with what its tensors then hold.
 
         Args:
             forward: queues it; called once here, with nothing computed.
             cut: whether a run stops before the experts of each layer: it waits for all before them and calls `bring`.
                 Otherwise it is one piece.
+            gated: whether it waits for the host at gates: a run then returns while the pass is under way.
         """
 
 
@@ -126,6 +130,10 @@ class CudaMark:
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(stream)
         self._meanwhile = meanwhile
+
+    def done(self) -> bool:
+        """See `Mark`."""
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """See `Mark`."""
@@ -285,13 +293,14 @@ class Cuda:
             lane = self._lanes.lane = _Lane(self.device)
         lane.copy(to, source, pinned)
 
-    def record(self, forward: Forward, cut: bool) -> Run:
+    def record(self, forward: Forward, cut: bool, gated: bool = False) -> Run:
         """See `Accelerator`; graphs of one accelerator share memory, so they run one after another.
 
         Raises:
             PlanError: the GPU has no memory left for it.
         """
         if not self._graphs:
+            assert not gated, "the host would queue behind a gate and never come to open it"
             return self._plain(forward, cut)
         graphs: list[torch.cuda.CUDAGraph] = []
         places: list[int] = []

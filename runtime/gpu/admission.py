@@ -9,6 +9,7 @@ from torch import Tensor
 
 from runtime.gpu.accelerator import Accelerator
 from runtime.gpu.slots import DevicePool
+from runtime.kernels.gate import FreshList
 from runtime.kernels.residual import ResidualPool
 from runtime.memory.location import ExpertKey
 
@@ -34,6 +35,50 @@ class ResidualSlots(DevicePool):
         """The slot's memory, for a record that is about to come; it may be a reader's thread that asks."""
         self.admitted[slot] = False
         return super().buffer(slot)
+
+
+class ListedAdmission:
+    """What gates list of each layer, and what their admission finds.
+
+    Args:
+        accelerator: where.
+        slots: of the records.
+        payload_bytes: int64 [places, num_experts] on the device, of each record; what raw ones have means nothing.
+        most: records of a layer that a pass may need.
+    """
+
+    def __init__(self, accelerator: Accelerator, slots: ResidualSlots, payload_bytes: Tensor, most: int) -> None:
+        sizes, device = (len(payload_bytes), most), payload_bytes.device
+        self._payload_bytes, self._records = payload_bytes, slots
+        self._slots = torch.full(sizes, -1, dtype=torch.int32, device=device)
+        self._experts, self._faults = (torch.zeros(sizes, dtype=torch.int32, device=device) for _ in range(2))
+        self._bytes = torch.zeros(sizes, dtype=torch.int64, device=device)
+        self._faults_host = accelerator.host(sizes, torch.int32)
+
+    def of(self, place: int) -> FreshList:
+        """The list of a layer."""
+        parts = (self._payload_bytes, self._slots, self._experts, self._bytes, self._faults)
+        return FreshList(*(part[place] for part in parts))
+
+    def admit(self, place: int, pool: ResidualPool) -> None:
+        """Queue that the records of a layer's list are admitted."""
+        pool.admit(self._slots[place], self._experts[place], self._bytes[place], self._faults[place])
+
+    def note(self) -> None:
+        """Queue that the host sees what was found, behind the last layer."""
+        self._faults_host.copy_(self._faults, non_blocking=True)
+
+    def found(self) -> list[tuple[int, int, int]]:
+        """Place, expert and blocks of records with faults, after a wait for the pass; they are not admitted."""
+        if not self._faults_host.any():
+            return []
+        slots, experts = self._slots.tolist(), self._experts.tolist()
+        faulty = []
+        for place, number in self._faults_host.nonzero().tolist():
+            self._records.admitted[slots[place][number]] = False
+            faulty.append((place, experts[place][number], int(self._faults_host[place, number])))
+        self._faults_host.zero_()
+        return faulty
 
 
 class Admission:

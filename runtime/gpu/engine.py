@@ -21,6 +21,7 @@ from runtime.engine import BaseEngine, checked_at_once
 from runtime.gpu.accelerator import SMALLER, Accelerator, Cuda
 from runtime.gpu.admission import ResidualSlots
 from runtime.gpu.bank import ResidentBank, pack_layers
+from runtime.gpu.board import SlotBoard
 from runtime.gpu.draft import DeviceDraft
 from runtime.gpu.experts import RawExperts, SlotExperts
 from runtime.gpu.geometry import expert_shape
@@ -32,6 +33,7 @@ from runtime.gpu.shortage import shortage
 from runtime.gpu.slots import DevicePool
 from runtime.gpu.target import ROWS, BlockTarget, Exact, RowsTarget
 from runtime.kernels.dispatch import Backend, ExpertKernels
+from runtime.kernels.gate import GateKernels, GateOps
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.residual import ResidualPool
 from runtime.kernels.residual_experts import ResidualExperts
@@ -61,12 +63,14 @@ class Toolkit:
         kernels: makes what computes layers of a layout, from a pool of so many slots, for up to so many tokens.
         rows: computes the dense part of decoding passes.
         residual: what computes from residual records.
+        gates: let passes wait for experts on the device; None where each layer is queued when its experts are there.
     """
 
     accelerator: Accelerator
     kernels: Callable[[SlotLayout, int, int], Backend]
     rows: RowOps
     residual: ResidualTools
+    gates: GateOps | None = None
 
     @classmethod
     def cuda(cls, settings: RunSettings, graphs: bool = True) -> Toolkit:
@@ -76,7 +80,7 @@ class Toolkit:
             return ExpertKernels(layout, num_slots, max_tokens, settings.kernel_dispatch, settings.fused_kernel)
 
         residual = ResidualTools(ResidualPool, lambda layout: ResidualExperts(layout, settings.fused_kernel))
-        return cls(Cuda(graphs), kernels, RowKernels(), residual)
+        return cls(Cuda(graphs), kernels, RowKernels(), residual, GateKernels() if graphs else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +242,15 @@ class GpuEngine(BaseEngine):
             copies = None
             if isinstance(parts.tier, Arena) and (parts.tier.pinned or not accelerator.needs_pinned):
                 copies = ArenaCopies(parts.tier, parts.store, accelerator)
-            self.cache = ExpertCache(records, self._experts.pool, policy, settings.max_parallel_transfers, copies)
+            board = self._make_board()
+            self.cache = ExpertCache(
+                records, self._experts.pool, policy, settings.max_parallel_transfers, copies, board
+            )
             closing.callback(self._close_cache)
             accelerator.meanwhile = None if copies is None else self.cache.poll
             self.stats = DecodeStats(self.cache.stats)
             trace = self.stats.trace if keep_trace else None
-            exact = Exact(accelerator, model, self.cache, self._experts, trace)
+            exact = Exact(accelerator, model, self.cache, self._experts, trace, toolkit.gates, board)
             closing.callback(accelerator.let_go)
             self._rows = RowsTarget(exact)
             closing.callback(self._rows.close)
@@ -270,6 +277,16 @@ class GpuEngine(BaseEngine):
                 self.warm(parts.heat)
             self._closing = closing.pop_all()
         self.load_s = time.perf_counter() - started
+
+    def _make_board(self) -> SlotBoard | None:
+        """What passes with gates read, where there are gates, experts that come and go, and slots for a whole layer."""
+        spec, num_slots = self.spec, self._experts.pool.num_slots
+        layer = min(ROWS * spec.top_k, spec.num_experts)
+        coming = self.settings.max_parallel_transfers
+        if self._toolkit.gates is None or not layer + coming <= num_slots < spec.num_records:
+            return None
+        accelerator, fresh = self._toolkit.accelerator, self._experts.is_fresh
+        return SlotBoard(accelerator, spec.moe_layers, spec.num_experts, ROWS, spec.top_k, fresh)
 
     def _load_all(self) -> None:
         """Bring every expert to the device, so that no pass has to stop for one."""
@@ -382,7 +399,7 @@ def slot_experts(parts: Parts, plan: MemoryPlan, toolkit: Toolkit, max_tokens: i
     def plain(layout: SlotLayout, num_slots: int) -> Backend:
         return toolkit.kernels(layout, num_slots, max_tokens)
 
-    made = (parts.bank, parts.residual, parts.store, toolkit.residual, plain, accelerator)
+    made = (parts.bank, parts.residual, parts.store, toolkit.residual, plain, accelerator, ROWS)
     with shortage(
         f"device memory for the directories of {plan.num_slots} slots and to decode a prompt's experts to",
         "make the expert cache smaller (--expert-cache), or free the GPU's memory",

@@ -10,6 +10,7 @@ from torch import Tensor
 from runtime.gpu.accelerator import Accelerator
 from runtime.gpu.slots import DevicePool
 from runtime.kernels.dispatch import Backend
+from runtime.kernels.gate import FreshList
 from runtime.memory.location import ExpertKey
 
 
@@ -32,6 +33,21 @@ class SlotExperts(Protocol):
 
     def admit(self, slots: Mapping[ExpertKey, int]) -> None:
         """Make records that have arrived ready for kernels: for all that the next call reads, before it is queued."""
+
+    def is_fresh(self, key: ExpertKey, slot: int) -> bool:
+        """Whether what lies in a slot has to be admitted before kernels read it."""
+
+    def fresh_of(self, place: int) -> FreshList | None:
+        """Where a gate lists records that a layer needs and that are not admitted; None where none ever is."""
+
+    def admit_listed(self, place: int) -> None:
+        """Queue that those are."""
+
+    def note_listed(self) -> None:
+        """Queue, behind the last layer of a pass with gates, that `settle` sees what was found."""
+
+    def admitted(self, slots: Mapping[ExpertKey, int]) -> None:
+        """A pass has computed a layer from these, and admitted those that it listed."""
 
     def run(
         self,
@@ -85,6 +101,23 @@ class RawExperts:
 
     def admit(self, slots: Mapping[ExpertKey, int]) -> None:
         """See `SlotExperts`; they are as they were on disk, where a checksum was compared."""
+
+    def is_fresh(self, key: ExpertKey, slot: int) -> bool:
+        """See `SlotExperts`."""
+        return False
+
+    def fresh_of(self, place: int) -> FreshList | None:
+        """See `SlotExperts`."""
+        return None
+
+    def admit_listed(self, place: int) -> None:
+        """See `SlotExperts`; there are none."""
+
+    def note_listed(self) -> None:
+        """See `SlotExperts`; there are none."""
+
+    def admitted(self, slots: Mapping[ExpertKey, int]) -> None:
+        """See `SlotExperts`; there are none."""
 
     def run(
         self,

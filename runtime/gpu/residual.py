@@ -13,10 +13,11 @@ from torch import Tensor
 
 from runtime.errors import ArtifactError
 from runtime.gpu.accelerator import Accelerator
-from runtime.gpu.admission import Admission, Arrived, ResidualSlots
+from runtime.gpu.admission import Admission, Arrived, ListedAdmission, ResidualSlots
 from runtime.gpu.bank import ResidentBank
 from runtime.gpu.residual_facts import PLAIN, ResidualFacts, scratch_experts
 from runtime.kernels.dispatch import Backend
+from runtime.kernels.gate import FreshList
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.residual import ResidualPool
 from runtime.kernels.residual_experts import RawSlots
@@ -81,7 +82,8 @@ class RecordExperts:
     pool, which then are as large, and are computed by a launch of their own.
 
     A record is admitted when it is first used: its directory is made and checked on the device, behind the copy and
-    before the kernels, and nothing waits for that. `settle` looks at what was found.
+    before the kernels, and nothing waits for that. `settle` looks at what was found. A pass with gates admits those
+    that its gates list.
 
     Args:
         slots: of the records.
@@ -91,6 +93,7 @@ class RecordExperts:
         tools: what computes from records.
         plain: makes what computes in BF16 from a pool of so many slots.
         accelerator: where.
+        rows: of a pass with gates.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class RecordExperts:
         tools: ResidualTools,
         plain: Callable[[SlotLayout, int], Backend],
         accelerator: Accelerator,
+        rows: int,
     ) -> None:
         self.pool, self._facts, self._store = slots, facts, store
         self._admission = Admission(accelerator, slots)
@@ -114,6 +118,9 @@ class RecordExperts:
         self._experts = torch.arange(spec.num_experts, dtype=torch.int32, device=device)
         self._num_decoded = torch.tensor([size], dtype=torch.int32, device=device)
         self._places = {layer_id: place for place, layer_id in enumerate(spec.moe_layers)}
+        sizes = [[facts.payload_bytes.get((i, e), 0) for e in range(spec.num_experts)] for i in spec.moe_layers]
+        payload_bytes = torch.tensor(sizes, device=device)
+        self._listed = ListedAdmission(accelerator, slots, payload_bytes, min(rows * spec.top_k, spec.num_experts))
         self._layers = list(self._make(bank, tools))
         self._directory = next(layer for layer in self._layers if layer is not None).pool.directory
 
@@ -159,6 +166,29 @@ class RecordExperts:
             if not self._admission.has_room(len(some)):
                 self.settle()
             self._admission.queue(layer.pool, some, payload_bytes)
+
+    def is_fresh(self, key: ExpertKey, slot: int) -> bool:
+        """See `SlotExperts`."""
+        return key in self._facts.payload_bytes and not self.pool.admitted[slot]
+
+    def fresh_of(self, place: int) -> FreshList | None:
+        """See `SlotExperts`."""
+        return None if self._layers[place] is None else self._listed.of(place)
+
+    def admit_listed(self, place: int) -> None:
+        """See `SlotExperts`."""
+        layer = self._layers[place]
+        if layer is not None:
+            self._listed.admit(place, layer.pool)
+
+    def note_listed(self) -> None:
+        """See `SlotExperts`."""
+        self._listed.note()
+
+    def admitted(self, slots: Mapping[ExpertKey, int]) -> None:
+        """See `SlotExperts`."""
+        for slot in slots.values():
+            self.pool.admitted[slot] = True
 
     def run(
         self,
@@ -214,7 +244,10 @@ class RecordExperts:
 
     def settle(self) -> None:
         """See `SlotExperts`."""
-        for key, blocks in self._admission.settle():
+        faulty = self._admission.settle()
+        layers = self._facts.spec.moe_layers
+        faulty += [((layers[place], expert_id), blocks) for place, expert_id, blocks in self._listed.found()]
+        for key, blocks in faulty:
             raise ArtifactError(
                 expected=f"a residual record that fits its draft in {self._store.describe(key)}",
                 found=f"{blocks} blocks that do not",

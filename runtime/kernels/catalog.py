@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.kernels import combine, dequant, gemm, read_bytes, residual, residual_plan, route, rows
+from runtime.kernels import combine, dequant, gate, gemm, read_bytes, residual, residual_plan, route, rows
 from runtime.kernels.compile import Source
 from runtime.kernels.device import Gpu
 from runtime.kernels.fused import plan
@@ -78,6 +78,7 @@ def _residual(shape: ExpertShape, group_size: int, tokens: int) -> Entry:
 # Every `.cu` file has entries here for sm_80 and for sm_90 or sm_90a; one for each set of values that differs in kind.
 CATALOG: tuple[Entry, ...] = (
     Entry(route.SOURCE, 64),
+    Entry(gate.SOURCE, 40),
     Entry(read_bytes.SOURCE, 32),
     *(Entry(combine.source(activation), 64) for activation in Activation),
     Entry(rows.linear_source(4), 128),

@@ -109,7 +109,7 @@ class ResidualPool:
         """Make and check the directory of records that have arrived; queued on torch's current stream.
 
         Args:
-            slots: int32 [n], where they are.
+            slots: int32 [n], where they are; those with -1 are left out.
             bank_slots: int32 [n], where their experts' codes are.
             payload_bytes: int64 [n].
             faults: int32 [n], to which the number of blocks that contradict themselves or the codes is added; see

@@ -10,7 +10,7 @@ from typing import Self
 from runtime.errors import MoespeqError, PlanError, StorageError
 from runtime.memory.eviction import EvictionPolicy
 from runtime.memory.location import ExpertKey
-from runtime.memory.residency import Residency
+from runtime.memory.residency import Board, Residency
 from runtime.memory.slots import Slots
 from runtime.memory.stats import CacheStats
 from runtime.memory.store import RecordReader
@@ -36,6 +36,7 @@ class ExpertCache:
         policy: which expert gives way; one policy object a cache.
         max_parallel_transfers: reads at a time, at least 1; with `copies`, prefetches at a time.
         copies: move records without a thread; the caller's own `poll` then notes what has arrived and starts more.
+        board: told of all that comes and goes; it may keep what is in use though no stream holds it.
 
     Raises:
         PlanError: a slot is smaller than the largest record, or there is no reader.
@@ -48,6 +49,7 @@ class ExpertCache:
         policy: EvictionPolicy,
         max_parallel_transfers: int = 4,
         copies: Copies | None = None,
+        board: Board | None = None,
     ) -> None:
         if pool.slot_bytes < store.max_record_bytes:
             raise PlanError(
@@ -65,7 +67,7 @@ class ExpertCache:
         self._store = store
         self._pool = pool
         self._policy = policy
-        self._residency = Residency(pool.num_slots, policy, self.stats)
+        self._residency = Residency(pool.num_slots, policy, self.stats, board)
         self._queue = TransferQueue(self._residency, self.stats)
         self._waiters: dict[ExpertKey, list[Ticket]] = {}
         self._open_tickets: set[Ticket] = set()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Protocol
 
 from runtime.memory.eviction import EvictionPolicy
 from runtime.memory.location import ExpertKey
@@ -12,8 +13,24 @@ from runtime.memory.stats import CacheStats
 from runtime.memory.window import Window
 
 
+class Board(Protocol):
+    """Shows somebody else, who may be looking at any time, what is resident."""
+
+    def put(self, key: ExpertKey, slot: int) -> None:
+        """A record has come to a slot."""
+
+    def withdraw(self, key: ExpertKey) -> bool:
+        """An unpinned record is about to go; False if somebody may just be using it: then it stays."""
+
+
 class Residency:
     """The table of slots. It has no lock: the cache holds its own around every call that changes something.
+
+    Args:
+        num_slots: slots.
+        policy: picks who goes.
+        stats: counts who went.
+        board: told of all that comes and goes.
 
     Attributes:
         slots: slot of each resident expert, least recently used or loaded first.
@@ -21,12 +38,13 @@ class Residency:
         window: the announced plan.
     """
 
-    def __init__(self, num_slots: int, policy: EvictionPolicy, stats: CacheStats) -> None:
+    def __init__(self, num_slots: int, policy: EvictionPolicy, stats: CacheStats, board: Board | None = None) -> None:
         self.slots: OrderedDict[ExpertKey, int] = OrderedDict()
         self.pins: dict[ExpertKey, int] = {}
         self.window = Window()
         self._policy = policy
         self._stats = stats
+        self._board = board
         self._num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self._unused: dict[ExpertKey, int] = {}  # bytes of prefetched records that nothing has asked for yet
@@ -40,8 +58,7 @@ class Residency:
         """A slot for a demand, of any unpinned expert that the policy picks; None while there is none."""
         if self._free:
             return self._free.pop()
-        victim = self._policy.victim((key for key in self.slots if key not in self.pins), self.window.next_use)
-        return None if victim is None else self._evict(victim)
+        return self._evict_one(lambda key: key not in self.pins)
 
     def claim_ahead(self, fetch: Fetch) -> int | None:
         """A slot for a prefetch: a free one, or its victim's once that has no use left before the newcomer's.
@@ -62,9 +79,7 @@ class Residency:
     def claim_spare(self) -> int | None:
         """The slot of an expert that the window does not need; None where it needs all."""
         next_use = self.window.next_use
-        unneeded = (key for key in self.slots if key not in self.pins and key not in next_use)
-        victim = self._policy.victim(unneeded, next_use)
-        return None if victim is None else self._evict(victim)
+        return self._evict_one(lambda key: key not in self.pins and key not in next_use)
 
     def may_give_way(self, key: ExpertKey, fetch: Fetch) -> bool:
         """Whether a resident expert is unpinned and not needed up to the newcomer's use."""
@@ -79,10 +94,16 @@ class Residency:
         return schedule(self.window, self.slots, on_their_way, len(self._free), self._policy)
 
     def recover(self, filling: Collection[int]) -> None:
-        """Unpin everything, and count as free whatever slot neither holds an expert nor is among those being filled."""
+        """Unpin everything, and count as free whatever slot neither holds an expert nor is among those being filled.
+
+        Nobody looks at the board meanwhile.
+        """
         taken = {*self.slots.values(), *filling}
         self.pins.clear()
         self._free = [slot for slot in range(self._num_slots - 1, -1, -1) if slot not in taken]
+        if self._board is not None:
+            for key, slot in self.slots.items():
+                self._board.put(key, slot)
 
     def give_back(self, slot: int) -> None:
         """A claimed slot whose read failed."""
@@ -91,6 +112,8 @@ class Residency:
     def settle(self, key: ExpertKey, slot: int, unused_bytes: int | None) -> None:
         """A claimed slot whose read is done; unused_bytes is the size of a prefetched record without a taker."""
         self.slots[key] = slot
+        if self._board is not None:
+            self._board.put(key, slot)
         if unused_bytes is not None:
             self._unused[key] = unused_bytes
 
@@ -112,7 +135,20 @@ class Residency:
             if count > 1:
                 self.pins[key] = count - 1
 
-    def _evict(self, victim: ExpertKey) -> int:
+    def _evict_one(self, may_go: Callable[[ExpertKey], bool]) -> int | None:
+        """The slot of the one that the policy picks; None while none of them can be had."""
+        in_use: set[ExpertKey] = set()
+        while True:
+            candidates = (key for key in self.slots if may_go(key) and key not in in_use)
+            victim = self._policy.victim(candidates, self.window.next_use)
+            if victim is None or (slot := self._evict(victim)) is not None:
+                return None if victim is None else slot
+            in_use.add(victim)
+
+    def _evict(self, victim: ExpertKey) -> int | None:
+        """The slot that an unpinned expert had; None if it is in use all the same."""
+        if self._board is not None and not self._board.withdraw(victim):
+            return None
         self._stats.evictions += 1
         if (unused_bytes := self._unused.pop(victim, None)) is not None:
             self._stats.prefetched_unused += 1

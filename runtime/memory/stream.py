@@ -112,6 +112,11 @@ class Hold:
         """Whether all experts are there."""
         return not self._ticket.pending
 
+    def check(self) -> None:
+        """Raise, as `wait` would, if one of them will not come; waits for nothing."""
+        if self._ticket.error is not None:
+            self._wait(self._ticket)
+
     def here(self) -> dict[ExpertKey, int]:
         """The slots of those that are there by now."""
         return {key: self._slots[key] for key in list(self._ticket.ready)}

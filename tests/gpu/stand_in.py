@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -15,11 +17,12 @@ from runtime.artifacts.record import DraftFormat, DraftRecord, LinearFormat, tar
 from runtime.artifacts.residual import ResidualEncoding
 from runtime.config import RunSettings
 from runtime.errors import ArtifactError
-from runtime.gpu.accelerator import DeviceMemory, Forward, Mark, Run, plain
+from runtime.gpu.accelerator import Bring, DeviceMemory, Forward, Mark, Run, plain
 from runtime.gpu.engine import GpuEngine, Toolkit, load_pack
 from runtime.gpu.plan import plan_gpu
 from runtime.gpu.residual import ResidualTools
 from runtime.kernels.dequant import plain_layout
+from runtime.kernels.gate import FRESH, FreshList
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.reference import activate_torch, dequantize
 from runtime.kernels.residual import ResidualPool
@@ -31,10 +34,76 @@ from runtime.model.families import MoeSpec
 
 
 class Now:
-    """Everything is done when it is queued."""
+    """Everything is done when it is queued, but for a pass with gates, which is done when its thread is."""
+
+    def __init__(self, under_way: Pass | None) -> None:
+        self._pass = under_way
+
+    def done(self) -> bool:
+        if self._pass is not None and self._pass.over:
+            self.wait()  # for what it has to say
+        return self._pass is None or self._pass.over
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        if self._pass is not None:
+            self._pass.wait()
+
+
+class Pass:
+    """A pass with gates: it runs while the host goes on, as on a GPU."""
+
+    def __init__(self, forward: Callable[[], None]) -> None:
+        self._forward, self._error = forward, None
+        self._thread = threading.Thread(target=self._run, name="stand-in-pass")
+        self._thread.start()
+
+    @property
+    def over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._forward()
+        except BaseException as error:
+            self._error = error
+
+
+class HostGates:
+    """See `GateOps`; a look at the board comes a moment after the telling."""
+
+    def open(self, index: Tensor, told: Tensor, board: Tensor, here: Tensor) -> None:
+        told.copy_(index)
+        time.sleep(0)
+        here.fill_(-1)
+        for expert in set(index.flatten().tolist()):
+            slot = int(board[expert])
+            here[expert] = -1 if slot & FRESH else slot
+
+    def wait(
+        self, index: Tensor, board: Tensor, stop: Tensor, here: Tensor, late: Tensor, fresh: FreshList | None
+    ) -> None:
+        late.fill_(-1)
+        if fresh is not None:
+            fresh.slots.fill_(-1)
+            fresh.faults.zero_()
+        listed = 0
+        for expert in sorted(set(index.flatten().tolist())):
+            if here[expert] >= 0:
+                continue
+            while (slot := int(board[expert])) < 0 and not stop[0]:
+                time.sleep(0)
+            if slot >= 0 and slot & FRESH:
+                slot ^= FRESH
+                assert fresh is not None
+                fresh.slots[listed], fresh.experts[listed] = slot, expert
+                fresh.bytes[listed] = fresh.payload_bytes[expert]
+                listed += 1
+            late[expert] = slot
 
 
 class LateCopy:
@@ -47,6 +116,7 @@ class LateCopy:
 
     def done(self) -> bool:
         self._looks += 1
+        time.sleep(0)  # the pass that waits for it has the other thread
         if self._looks == 3:
             self._to.copy_(self._source)
         return self._looks >= 3
@@ -64,6 +134,7 @@ class Processor:
     def __init__(self, needs_pinned: bool = False) -> None:
         self.needs_pinned = needs_pinned
         self.meanwhile: Callable[[], None] | None = None
+        self._pass: Pass | None = None
 
     def active(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -78,7 +149,7 @@ class Processor:
         to.copy_(seen)
 
     def mark(self) -> Mark:
-        return Now()
+        return Now(self._pass)
 
     def forget_peak(self) -> None:
         """Nothing is measured."""
@@ -95,8 +166,13 @@ class Processor:
     def copy_in(self, to: Tensor, source: Tensor, pinned: bool) -> None:
         to.copy_(source)
 
-    def record(self, forward: Forward, cut: bool) -> Run:
-        return plain(forward, cut, self.mark)
+    def record(self, forward: Forward, cut: bool, gated: bool = False) -> Run:
+        run = plain(forward, cut, self.mark)
+
+        def start(bring: Bring | None) -> None:
+            self._pass = Pass(lambda: run(bring))
+
+        return start if gated else run
 
 
 class TorchKernels:
@@ -159,6 +235,8 @@ class HostPool(ResidualPool):
     def admit(self, slots: Tensor, bank_slots: Tensor, payload_bytes: Tensor, faults: Tensor) -> None:
         triples = zip(slots.tolist(), bank_slots.tolist(), payload_bytes.tolist(), strict=True)
         for number, (slot, bank_slot, size) in enumerate(triples):
+            if slot < 0:
+                continue
             self.directory[slot, :8].view(torch.int64)[0] = size
             self.directory[slot, 8:40] = _bytes(_digest(self.records[slot]))
             faults[number] += self._exact(slot, bank_slot) is None
@@ -260,7 +338,10 @@ class TorchResidual:
 
 
 def toolkit(
-    made: list[TorchKernels] | None = None, needs_pinned: bool = False, records: list[TorchResidual] | None = None
+    made: list[TorchKernels] | None = None,
+    needs_pinned: bool = False,
+    records: list[TorchResidual] | None = None,
+    gates: bool = False,
 ) -> Toolkit:
     """A toolkit on the processor.
 
@@ -282,7 +363,8 @@ def toolkit(
             records.append(one)
         return one
 
-    return Toolkit(Processor(needs_pinned), kernels, TorchRows(), ResidualTools(HostPool, residual))
+    tools = ResidualTools(HostPool, residual)
+    return Toolkit(Processor(needs_pinned), kernels, TorchRows(), tools, HostGates() if gates else None)
 
 
 def open_gpu(
@@ -292,7 +374,8 @@ def open_gpu(
     made: list[TorchKernels] | None = None,
     needs_pinned: bool = False,
     records: list[TorchResidual] | None = None,
+    gates: bool = False,
 ) -> GpuEngine:
     """The GPU's engine on the processor, as if with 8 GB of memory of its own."""
-    plan, tools = plan_gpu(pack, settings, device_bytes=8 * 10**9), toolkit(made, needs_pinned, records)
+    plan, tools = plan_gpu(pack, settings, device_bytes=8 * 10**9), toolkit(made, needs_pinned, records, gates)
     return GpuEngine(load_pack(pack, settings, plan, tools), settings, plan, tools, keep_trace)

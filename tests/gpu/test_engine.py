@@ -25,7 +25,7 @@ from runtime.errors import ArtifactError, InputError, PlanError
 from runtime.gpu import engine as gpu_engine
 from runtime.gpu.model import DeviceModel
 from runtime.gpu.plan import plan_gpu
-from runtime.gpu.target import ROWS, BlockTarget
+from runtime.gpu.target import ROWS, BlockTarget, Way
 from runtime.kernels.layout import SlotLayout
 from runtime.memory.cache import ExpertCache
 from runtime.memory.residency import Residency
@@ -50,12 +50,14 @@ def generate(
     sampling: SamplingSettings | None = None,
     made: list[TorchKernels] | None = None,
     needs_pinned: bool = False,
+    gates: bool = False,
     **changes: Any,
 ) -> tuple[list[int], dict[str, Any], Logits]:
     """Tokens, the report, and the logits of every row whose whole text is known, by that text."""
     logits: Logits = {}
-    with open_gpu(pack, settings_of(pack, **changes), made=made, needs_pinned=needs_pinned) as engine:
+    with open_gpu(pack, settings_of(pack, **changes), made=made, needs_pinned=needs_pinned, gates=gates) as engine:
         tokens = say(engine, prompt_of(length), COUNT, logits, sampling)
+        assert all((way is Way.gated) == gates for _, way in engine._rows._passes)
         return tokens, engine.report(), logits
 
 
@@ -75,11 +77,19 @@ WAYS: dict[str, dict[str, Any]] = {
     "one in host memory": {"slots": 4, "host_cache_size": "12.5%"},
     "plain, lru": {"slots": 4, "speculate": False, "prefetch": "none", "eviction": "lru"},
     "history": {"slots": 4, "prefetch": "history", "eviction": "priority"},
-}
+    "gates": {"gates": True, "slots": 12},
+    "gates, as few slots as they need": {"gates": True, "slots": 9, "max_parallel_transfers": 1},
+    "gates, plain, lru": {"gates": True, "slots": 12, "speculate": False, "prefetch": "none", "eviction": "lru"},
+    "gates, a pass of all rows": {
+        "gates": True, "slots": 12, "prefetch_window": 12, "verify_window": 11, "governor": "fixed",
+    },
+    "gates, half on disk": {"gates": True, "slots": 12, "host_cache_size": "50%"},
+    "gates, memory that cannot be pinned": {"gates": True, "slots": 12, "needs_pinned": True},
+}  # fmt: skip
 
 
 CASES = [(FAMILIES[0], way) for way in WAYS] + [
-    (kind, way) for kind in FAMILIES[1:] for way in ("whole", "fewer slots than a row needs")
+    (kind, way) for kind in FAMILIES[1:] for way in ("whole", "fewer slots than a row needs", "gates")
 ]
 
 

@@ -89,11 +89,12 @@ def open_with(
     slots: int | None = None,
     needs_pinned: bool = False,
     records: list[TorchResidual] | None = None,
+    gates: bool = False,
     **changes: Any,
 ) -> GpuEngine:
     size = "100%" if slots is None else str(slots * slot_bytes(pack))
     settings = RunSettings(expert_cache_size=size, context=128, **changes)
-    return open_gpu(pack, settings, needs_pinned=needs_pinned, records=records)
+    return open_gpu(pack, settings, needs_pinned=needs_pinned, records=records, gates=gates)
 
 
 def generate(pack: Pack, length: int = 20, **changes: Any) -> tuple[list[int], dict[str, Any], Logits]:
@@ -115,12 +116,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "fewer slots than a row needs": {"slots": 1, "verify_window": 3, "governor": "fixed"},
     "half on disk": {"slots": 4, "host_cache_size": "50%"},
     "memory that cannot be pinned": {"slots": 4, "needs_pinned": True},
+    "gates": {"gates": True, "slots": 13, "prefetch_window": 6, "verify_window": 4, "governor": "fixed"},
+    "gates, plain, half on disk": {"gates": True, "slots": 12, "speculate": False, "host_cache_size": "50%"},
 }
 
 
 @pytest.mark.parametrize(
     ("which", "way"),
-    [*(("packs", way) for way in WAYS), ("mixed", "whole"), ("mixed", "look-ahead"), ("mixed", "plain, lru")],
+    [*(("packs", way) for way in WAYS), *(("mixed", way) for way in ("whole", "look-ahead", "plain, lru", "gates"))],
 )
 def test_text_and_logits_are_those_of_the_raw_pack(request: pytest.FixtureRequest, which: str, way: str) -> None:
     packs: Packs = request.getfixturevalue(which)
@@ -215,8 +218,14 @@ def corrupted(pack: Pack, folder: Path, key: tuple[int, int]) -> Pack:
 @pytest.mark.parametrize("length", [1, 20])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"slots": 4}, {"slots": 4, "host_cache_size": "50%"}, {"slots": 4, "speculate": False}],
-    ids=["whole", "few slots", "half on disk", "plain"],
+    [
+        {},
+        {"slots": 4},
+        {"slots": 4, "host_cache_size": "50%"},
+        {"slots": 4, "speculate": False},
+        {"gates": True, "slots": 12},
+    ],
+    ids=["whole", "few slots", "half on disk", "plain", "gates"],
 )
 def test_a_record_that_contradicts_itself_ends_the_text_by_name(
     packs: Packs, tmp_path: Path, length: int, changes: dict[str, Any]

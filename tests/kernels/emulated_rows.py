@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.kernels import rows
+from runtime.kernels import gate, rows
 from runtime.kernels.compile import Source
 from runtime.kernels.device import Gpu
 from tests.kernels import emulated
@@ -18,6 +18,7 @@ KERNELS = {
     "rows_linear.cu": ("linear_rows", "add_rows", "join_rows", "swiglu_rows"),
     "rows_norm.cu": ("norm_rows", "rotate_rows", "route_rows"),
     "rows_attention.cu": ("attend_rows",),
+    "gate.cu": ("gate_open", "gate_wait"),
 }
 AHEAD = {  # places of arguments that the kernel ahead may have written: not there before a block has waited for it
     "linear_rows": (2,),
@@ -28,6 +29,8 @@ AHEAD = {  # places of arguments that the kernel ahead may have written: not the
     "rotate_rows": (0, 1, 2, 3),
     "route_rows": (0,),
     "attend_rows": (0, 1, 2),
+    "gate_open": (0,),
+    "gate_wait": (0, 4),
 }
 
 
@@ -90,3 +93,10 @@ def row_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch, edit: tuple[str, 
         patch.setattr(rows, "current_gpu", lambda: Gpu(0, "the emulated machine", (9, 0), 4, 100 << 10))
         patch.setattr(torch, "device", lambda *_: "cpu")
         return rows.RowKernels()
+
+
+def gate_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> gate.GateKernels:
+    """The gates, on tensors of the host; nothing but `stop` ends their waiting."""
+    monkeypatch.setattr(gate, "_kernel", lambda _, name: Kernel(folder, gate.SOURCE, name, 256, 0, None))
+    monkeypatch.setattr(gate, "current_gpu", lambda: Gpu(0, "the emulated machine", (9, 0), 4, 100 << 10))
+    return gate.GateKernels()

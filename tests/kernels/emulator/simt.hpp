@@ -193,6 +193,8 @@ inline float __expf(float v) { return std::exp(v); }
 inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
 inline float __ldcg(const float* p) { return *p; }
 inline void __threadfence() {}
+inline void __threadfence_system() {}
+inline int atomicAdd(int* p, int n) { const int before = *p; *p += n; return before; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline void __syncthreads() { simt::gate(0, simt::machine->threads, "__syncthreads"); }
 inline void __syncwarp() {
