@@ -86,9 +86,10 @@ class Situation:
 
 
 class Governor(Protocol):
-    """Picks the number of proposals to verify."""
+    """Picks the number of proposals to verify, `most` at most."""
 
     name: str
+    most: int
 
     def choose(self, situation: Situation) -> int:
         """A number from 0 to `situation.most`."""
@@ -106,15 +107,15 @@ class Fixed:
     name = "fixed"
 
     def __init__(self, verify_window: int) -> None:
-        self._window = verify_window
+        self.most = verify_window
 
     def choose(self, situation: Situation) -> int:
         """The verify window, or what there is."""
-        return min(self._window, situation.most)
+        return min(self.most, situation.most)
 
     def depth(self, measured: Measured) -> int:
         """The verify window."""
-        return self._window
+        return self.most
 
     def observe(self, tried: int, accepted: int) -> None:
         """Nothing is learnt."""
@@ -126,7 +127,7 @@ class Threshold:
     name = "threshold"
 
     def __init__(self, verify_window: int) -> None:
-        self._most = max(verify_window, 1)
+        self.most = max(verify_window, 1)
         self._window = 1
         self._rates: deque[float] = deque(maxlen=10)
 
@@ -143,7 +144,7 @@ class Threshold:
         if tried:
             self._rates.append(accepted / tried)
             step = 1 if sum(self._rates) / len(self._rates) > 0.9 else -1
-            self._window = min(max(self._window + step, 1), self._most)
+            self._window = min(max(self._window + step, 1), self.most)
 
 
 class Roofline:
@@ -156,13 +157,13 @@ class Roofline:
     name = "roofline"
 
     def __init__(self, verify_window: int) -> None:
-        self._most = verify_window
+        self.most = verify_window
 
     def choose(self, situation: Situation) -> int:
         """The best j by the estimate; the smaller one of equals."""
         measured = situation.measured
         best, best_rate, expected, chain = 0, 0.0, 1.0, 1.0
-        for j in range(min(self._most, situation.most) + 1):
+        for j in range(min(self.most, situation.most) + 1):
             if j:
                 chain *= measured.acceptance(j - 1)
                 expected += chain
@@ -176,9 +177,9 @@ class Roofline:
     def depth(self, measured: Measured) -> int:
         """The number with the most expected tokens a second, 0 included, when each costs a step of the draft."""
         if measured.draft_s == 0 or measured.pass_s(1) == 0:
-            return self._most
+            return self.most
         rates, expected, chain = [1 / measured.pass_s(1)], 1.0, 1.0
-        for j in range(1, self._most + 1):
+        for j in range(1, self.most + 1):
             chain *= measured.acceptance(j - 1)
             expected += chain
             rates.append(expected / (measured.pass_s(j + 1) + j * measured.draft_s))

@@ -166,16 +166,33 @@ class SpeculativeLoop:
                 return
 
     def _fill(self, tail: Tail, tokens: list[int], settings: LoopSettings, left: int) -> None:
-        """Draft until the tail is full, ends the text, or reaches the last token wanted."""
+        """Draft until the tail is full, ends the text, or reaches the last token wanted.
+
+        Beyond what may be verified a tail only says which experts to bring. That is worth its steps as long as the next
+        pass would have to wait for its own: then they cost nothing.
+        """
         if self._draft is None:
             return
-        window = min(settings.prefetch_window, left)
-        if self._experts.complete and not self._chooser.settings.depends_on_proposals:  # a tail announces nothing then
-            window = min(window, self._governor.depth(self._measured))
-        missing = window - len(tail.proposals)
-        token = tail.proposals[-1].token if tail.proposals else tokens[-1]
-        if missing <= 0 or (tail.proposals and token in settings.stop_ids):
+        window, most = min(settings.prefetch_window, left), self._governor.most
+        if self._chooser.settings.depends_on_proposals:  # nothing that a clock decides
+            self._propose(tail, tokens, settings, window)
             return
+        if self._experts.complete:  # a tail announces nothing then
+            window = min(window, self._governor.depth(self._measured))
+        self._propose(tail, tokens, settings, min(window, most + 1))
+        while len(tail.proposals) < window and self._experts.missing_bytes(_union(tail.routes[: most + 1])):
+            if not self._propose(tail, tokens, settings, len(tail.proposals) + 1):
+                return
+
+    def _propose(self, tail: Tail, tokens: list[int], settings: LoopSettings, length: int) -> bool:
+        """Draft until the tail has this length; whether it has, or ends the text before."""
+        assert self._draft is not None
+        missing = length - len(tail.proposals)
+        token = tail.proposals[-1].token if tail.proposals else tokens[-1]
+        if tail.proposals and token in settings.stop_ids:
+            return False
+        if missing <= 0:
+            return True
         proposed = self._draft.propose(token, len(tokens) - 1 + len(tail.proposals), missing, self._chooser)
         try:
             started = time.perf_counter()
@@ -188,10 +205,11 @@ class SpeculativeLoop:
                 self._stats.draft_steps += 1
                 self._announce(tail, settings, pass_rows=1)
                 if proposal.token in settings.stop_ids:
-                    return
+                    return False
                 started = time.perf_counter()
         finally:
             proposed.close()
+        return True
 
     def _announce(self, tail: Tail, settings: LoopSettings, pass_rows: int) -> None:
         self._experts.announce(self._predictor.upcoming(tail.routes), settings.fetch_rows, pass_rows=pass_rows)

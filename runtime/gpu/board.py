@@ -53,7 +53,9 @@ class SlotBoard:
         self.seen, self.told_seen, self.stop_seen = (accelerator.seen(tensor) for tensor in (host, told, stop))
         self._kept: tuple[Tensor, ...] = (host, told, stop)
         self._entries, self._told, self._stop = host.numpy(), told.numpy(), stop.numpy()
-        self._fresh = fresh
+        self._is_fresh = fresh
+        self._fresh: dict[ExpertKey, int] = {}
+        self._admitting: dict[ExpertKey, int] = {}
         self._met: int | None = None  # the last place whose experts are held, -1 before the first; None between passes
         self._fence = threading.Lock()
 
@@ -61,21 +63,28 @@ class SlotBoard:
 
     def put(self, key: ExpertKey, slot: int) -> None:
         """An expert is there."""
-        self._entries[self._places[key[0]], key[1]] = slot | (FRESH if self._fresh(key, slot) else 0)
+        if self._is_fresh(key, slot):
+            self._fresh[key] = slot
+            slot |= FRESH
+        else:
+            self._fresh.pop(key, None)
+        self._entries[self._places[key[0]], key[1]] = slot
 
     def withdraw(self, key: ExpertKey) -> bool:
         """Take an expert that nobody holds off the board; False, and it stays, if the pass may be using it."""
         place, met = self._places[key[0]], self._met
+        if key in self._admitting and not self.has_told(0):
+            return False
         entry = int(self._entries[place, key[1]])
         self._entries[place, key[1]] = -1
-        if met is None or place <= met:
-            return True
-        with self._fence:  # the store above is seen by the device before the load below is done
-            pass
-        if self._told[place, -1, -1] < 0:
-            return True
-        self._entries[place, key[1]] = entry
-        return False
+        if met is not None and place > met:
+            with self._fence:  # the store above is seen by the device before the load below is done
+                pass
+            if self._told[place, -1, -1] >= 0:
+                self._entries[place, key[1]] = entry
+                return False
+        self._fresh.pop(key, None)
+        return True
 
     # The pass's side.
 
@@ -89,6 +98,14 @@ class SlotBoard:
         self._told.fill(-1)
         self._stop.fill(0)
         self._met = -1
+
+    def admit(self) -> dict[ExpertKey, int]:
+        """What is there and not admitted, with its slots: it stays until the pass has told what its first layer needs.
+
+        For whoever queues its admission ahead of the pass, and then puts it on the board again.
+        """
+        self._admitting = dict(self._fresh)
+        return self._admitting
 
     def has_told(self, place: int) -> bool:
         """Whether the pass has told what a layer needs."""
@@ -107,6 +124,7 @@ class SlotBoard:
     def meet(self, place: int) -> None:
         """The experts that a layer needs are held, or on their way and asked for."""
         self._met = place
+        self._admitting = {}
 
     def stop(self) -> None:
         """Let the pass under way run to its end whatever is missing; what it computes means nothing."""
@@ -115,3 +133,4 @@ class SlotBoard:
     def end(self) -> None:
         """The pass is over."""
         self._met = None
+        self._admitting = {}

@@ -195,10 +195,9 @@ class RowsTarget:
         assert self._gates is not None
         board.stop()
         with self._accelerator.active():
-            here, late = self._gate_slots[:, 0]
-            self._gates.open(self._chosen[0], board.told_seen[0], board.seen[0], here)
-            fresh = self._experts.fresh_of(0)
-            self._gates.wait(self._chosen[0], board.seen[0], board.stop_seen, here, late, fresh)
+            index, (here, late) = torch.zeros_like(self._chosen[0]), self._gate_slots[:, 0]
+            self._gates.open(index, board.told_seen[0], board.seen[0], here)
+            self._gates.wait(index, board.seen[0], board.stop_seen, here, late, self._experts.fresh_of(0))
             self._accelerator.mark().wait()
 
     def _launch(self, place: int, hidden: Tensor, out: Tensor) -> None:
@@ -243,6 +242,11 @@ class RowsTarget:
         self._end_pass()  # one that an interrupt left
         board.begin()
         try:
+            if self._accelerator.meanwhile is not None:  # otherwise other threads may give their slots away meanwhile
+                fresh = board.admit()
+                self._experts.admit(fresh)
+                for key, slot in fresh.items():
+                    board.put(key, slot)
             run(None)
             end = self._accelerator.mark()
             for place, layer_id in enumerate(self._layers):
