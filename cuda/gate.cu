@@ -1,9 +1,9 @@
 // gate.cu - where a decoding pass asks the host for a layer's experts and waits for them, without leaving the GPU.
-// gate_open    told = index; here[e] = slot of each expert in `index` that is on the board and admitted, -1 for all others
+// gate_open    told = index, unless `told` is null and a kernel ahead has told it; here[e] = slot of each expert in `index` that is on the board and admitted, -1 for all others
 // gate_wait    waits until every expert in `index` is on the board, or `stop` is set; late[e] = slot of those that `here` has not, -1
 //              for all others; those of them that are not admitted are listed in `fresh`, the list filled up with -1, and their
 //              `faults` set to 0
-//              index int32 [count], an expert may be in it more than once; here, late int32 [num_experts]
+//              index int32 [count <= 256], an expert may be in it more than once; here, late int32 [num_experts]
 //              told int32 [count], board int32 [num_experts], stop int32 [1]: in the host's memory
 //              fresh: slots, experts int32 [room], bytes int64 [room], faults int32 [room], or all null; bytes from
 //              payload_bytes int64 [num_experts]
@@ -22,7 +22,8 @@
 extern "C" __global__ void __launch_bounds__(THREADS) gate_open(const int* index, int count, volatile int* told, const volatile int* board, int* here, int num_experts) {
   wait_for_previous_kernel();
   for (int e = threadIdx.x; e < num_experts; e += THREADS) here[e] = -1;
-  for (int i = threadIdx.x; i < count; i += THREADS) told[i] = index[i];
+  if (told)
+    for (int i = threadIdx.x; i < count; i += THREADS) told[i] = index[i];
   __threadfence_system();
   __syncthreads();
   for (int i = threadIdx.x; i < count; i += THREADS) {
@@ -34,19 +35,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) gate_open(const int* index
 extern "C" __global__ void __launch_bounds__(THREADS) gate_wait(
     const int* index, int count, const volatile int* board, const volatile int* stop, const int* here, int* late, int num_experts,
     const long long* payload_bytes, int* fresh_slots, int* fresh_experts, long long* fresh_bytes, int* faults, int room) {
-  __shared__ int num_fresh;
+  __shared__ int num_fresh, needed[THREADS];
   if (threadIdx.x == 0) num_fresh = 0;
   wait_for_previous_kernel();
   for (int e = threadIdx.x; e < num_experts; e += THREADS) late[e] = -1;
   for (int n = threadIdx.x; n < room; n += THREADS) fresh_slots[n] = -1, faults[n] = 0;
+  if (threadIdx.x < count) needed[threadIdx.x] = index[threadIdx.x];
   __syncthreads();
-  for (int i = threadIdx.x; i < count; i += THREADS) {
-    const int expert = index[i];
-    bool first = here[expert] < 0;
-    for (int j = 0; j < i && first; ++j) first = index[j] != expert;
-    if (!first) continue;
+  const int i = threadIdx.x, expert = i < count ? needed[i] : 0;
+  bool first = i < count && here[expert] < 0;
+  for (int j = 0; j < i && first; ++j) first = needed[j] != expert;
+  if (first) {
     int slot = board[expert];
     while (slot < 0 && !*stop) slot = board[expert];
+    __threadfence_system();  // what was copied to the slot before its entry
     if (slot >= 0 && slot & FRESH) {
       slot ^= FRESH;
       if (room) {
@@ -56,5 +58,4 @@ extern "C" __global__ void __launch_bounds__(THREADS) gate_wait(
     }
     late[expert] = slot;
   }
-  __threadfence_system();  // what was copied to the slots before their entries
 }

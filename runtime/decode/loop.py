@@ -8,6 +8,7 @@ The long tail is what prefetch and eviction see; the short verification wastes n
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
@@ -168,8 +169,8 @@ class SpeculativeLoop:
     def _fill(self, tail: Tail, tokens: list[int], settings: LoopSettings, left: int) -> None:
         """Draft until the tail is full, ends the text, or reaches the last token wanted.
 
-        Beyond what may be verified a tail only says which experts to bring. That is worth its steps as long as the next
-        pass would have to wait for its own: then they cost nothing.
+        Beyond what may be verified a tail only says which experts to bring. A step of it costs nothing while the next
+        pass would have to wait for its own, but where a wrong token drops it.
         """
         if self._draft is None:
             return
@@ -180,9 +181,18 @@ class SpeculativeLoop:
         if self._experts.complete:  # a tail announces nothing then
             window = min(window, self._governor.depth(self._measured))
         self._propose(tail, tokens, settings, min(window, most + 1))
-        while len(tail.proposals) < window and self._experts.missing_bytes(_union(tail.routes[: most + 1])):
+        while len(tail.proposals) < window and self._may_draft_on(tail, most):
             if not self._propose(tail, tokens, settings, len(tail.proposals) + 1):
                 return
+
+    def _may_draft_on(self, tail: Tail, most: int) -> bool:
+        """Whether a step hides more of the next pass's waiting than it is expected to lose."""
+        missing_bytes = self._experts.missing_bytes(_union(tail.routes[: most + 1]))
+        rate, measured = self._stats.cache.bytes_per_s, self._measured
+        if not missing_bytes or not rate:
+            return missing_bytes > 0
+        kept = math.prod(measured.acceptance(place) for place in range(len(tail.proposals)))
+        return min(missing_bytes / rate, measured.draft_s) > (1 - kept) * measured.draft_s
 
     def _propose(self, tail: Tail, tokens: list[int], settings: LoopSettings, length: int) -> bool:
         """Draft until the tail has this length; whether it has, or ends the text before."""
@@ -244,13 +254,13 @@ class SpeculativeLoop:
         return decided
 
     def _situation(self, tail: Tail, left: int, settings: LoopSettings) -> Situation:
-        cache, most = self._stats.cache, len(tail.proposals)
+        most = len(tail.proposals)
         if most and tail.proposals[-1].token in settings.stop_ids:
             most -= 1  # nothing follows a stop id, so the row that would be computed from it serves nobody
         return Situation(
             most=min(most, left - 1),
             missing_bytes=lambda j: self._experts.missing_bytes(_union(tail.routes[: j + 1])),
-            bytes_per_s=cache.read_bytes / cache.link_busy_s if cache.link_busy_s else 0.0,
+            bytes_per_s=self._stats.cache.bytes_per_s,
             measured=self._measured,
         )
 

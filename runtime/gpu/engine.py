@@ -33,7 +33,7 @@ from runtime.gpu.shortage import shortage
 from runtime.gpu.slots import DevicePool
 from runtime.gpu.target import ROWS, BlockTarget, Exact, RowsTarget
 from runtime.kernels.dispatch import Backend, ExpertKernels
-from runtime.kernels.gate import GateKernels, GateOps
+from runtime.kernels.gate import MOST_NEEDED, GateKernels, GateOps
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.residual import ResidualPool
 from runtime.kernels.residual_experts import ResidualExperts
@@ -283,7 +283,9 @@ class GpuEngine(BaseEngine):
         spec, num_slots = self.spec, self._experts.pool.num_slots
         layer = min(ROWS * spec.top_k, spec.num_experts)
         coming = self.settings.max_parallel_transfers
-        if self._toolkit.gates is None or not layer + coming <= num_slots < spec.num_records:
+        if self._toolkit.gates is None or ROWS * spec.top_k > MOST_NEEDED:
+            return None
+        if not layer + coming <= num_slots < spec.num_records:
             return None
         accelerator, fresh = self._toolkit.accelerator, self._experts.is_fresh
         return SlotBoard(accelerator, spec.moe_layers, spec.num_experts, ROWS, spec.top_k, fresh)
@@ -409,6 +411,8 @@ def slot_experts(parts: Parts, plan: MemoryPlan, toolkit: Toolkit, max_tokens: i
 
 class _Idle:
     """Stands in for the experts while a model is tried out."""
+
+    in_one_piece = True
 
     def __init__(self, top_k: int, device: torch.device) -> None:
         self._top_k, self._device = top_k, device

@@ -158,19 +158,28 @@ class RowsTarget:
         self._weights[place].copy_(top_k_weights)
         if self._here.way is Way.cut:
             self._chosen_host[place].copy_(self._chosen[place], non_blocking=True)
-        return self.routed(place, hidden)
+        return self._routed(place, hidden, told=False)
+
+    @property
+    def in_one_piece(self) -> bool:
+        """See `RowExperts`."""
+        return self._here.way is not Way.cut
 
     def routing(self, place: int, rows: int) -> Routing:
         """See `RowExperts`."""
-        seen = None if self._here.way is Way.gated else self._chosen_seen[place]
-        return Routing(self._chosen[place], self._weights[place], seen)
+        told = self._chosen_seen if self._here.way is not Way.gated or self._board is None else self._board.told_seen
+        return Routing(self._chosen[place], self._weights[place], told[place])
 
     def routed(self, place: int, hidden: Tensor) -> Tensor:
         """See `RowExperts`."""
+        return self._routed(place, hidden, told=True)
+
+    def _routed(self, place: int, hidden: Tensor, told: bool) -> Tensor:
+        """The experts of a layer; `told` says whether the router's kernel has told the host what it chose."""
         out = torch.empty_like(hidden)
         self._here.calls[place] = hidden, out
         if self._here.way is Way.gated:
-            self._pass_gate(place, hidden, out)
+            self._pass_gate(place, hidden, out, told)
             return out
         self._boundary(place)
         if not self._whole:
@@ -178,13 +187,13 @@ class RowsTarget:
         self._launch(place, hidden, out)
         return out
 
-    def _pass_gate(self, place: int, hidden: Tensor, out: Tensor) -> None:
+    def _pass_gate(self, place: int, hidden: Tensor, out: Tensor, told: bool) -> None:
         """Queue a layer's experts: those that are there, then, when they have come, the others."""
         gates, board, chosen, experts = self._gates, self._board, self._chosen[place], self._experts
         assert gates is not None and board is not None
         here, late = self._gate_slots[:, place]
         call = (hidden, chosen, self._weights[place], out)
-        gates.open(chosen, board.told_seen[place], board.seen[place], here)
+        gates.open(chosen, None if told else board.told_seen[place], board.seen[place], here)
         experts.run(place, here, *call, pairs=self._pairs)
         gates.wait(chosen, board.seen[place], board.stop_seen, here, late, experts.fresh_of(place))
         experts.admit_listed(place)

@@ -16,7 +16,8 @@ FRESH = 1 << 30
 """Bit of a slot's number on the board: what lies in it is there, and not admitted yet."""
 
 SOURCE = Source("gate.cu")
-_THREADS = 256
+MOST_NEEDED = 256
+"""Experts that a pass may name at one gate, an expert of several rows as often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,12 @@ class FreshList:
 class GateOps(Protocol):
     """Queued on the run's stream; `told`, `board` and `stop` are the host's memory, as the device reads it in place."""
 
-    def open(self, index: Tensor, told: Tensor, board: Tensor, here: Tensor) -> None:
+    def open(self, index: Tensor, told: Tensor | None, board: Tensor, here: Tensor) -> None:
         """Tell the host what is needed, and see what is there.
 
         Args:
-            index: int32 [M, k], experts.
-            told: int32 [M, k], takes them.
+            index: int32 [M, k], experts, MOST_NEEDED at most.
+            told: int32 [M, k], takes them; None where an operation ahead has told them.
             board: int32 [E], each expert's slot, with FRESH where it is not admitted, or -1.
             here: int32 [E], takes the slots of those needed, there and admitted; -1 for all others.
         """
@@ -66,7 +67,7 @@ class GateOps(Protocol):
 class GateKernels:
     """See `GateOps`: cuda/gate.cu."""
 
-    def open(self, index: Tensor, told: Tensor, board: Tensor, here: Tensor) -> None:
+    def open(self, index: Tensor, told: Tensor | None, board: Tensor, here: Tensor) -> None:
         """See `GateOps`."""
         _kernel(current_gpu().index, "gate_open").launch(
             1, (index, index.numel(), told, board, here, len(here)), programmatic=True
@@ -86,4 +87,4 @@ class GateKernels:
 @cache
 def _kernel(gpu_index: int, name: str) -> Kernel:
     """A kernel on the current GPU; `gpu_index` only keeps those of different GPUs apart."""
-    return Kernel(load(SOURCE), name, _THREADS, beside_large=True)
+    return Kernel(load(SOURCE), name, MOST_NEEDED, beside_large=True)

@@ -52,6 +52,11 @@ class CacheStats:
         return self.demand_bytes + self.prefetch_bytes
 
     @property
+    def bytes_per_s(self) -> float:
+        """What the link has moved while it was busy; 0 before the first read."""
+        return self.read_bytes / self.link_busy_s if self.link_busy_s else 0.0
+
+    @property
     def hit_rate(self) -> float | None:
         """Share of requests that were resident; None before the first."""
         return self.hits / self.requests if self.requests else None

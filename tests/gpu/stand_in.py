@@ -76,8 +76,9 @@ class Pass:
 class HostGates:
     """See `GateOps`; a look at the board comes a moment after the telling."""
 
-    def open(self, index: Tensor, told: Tensor, board: Tensor, here: Tensor) -> None:
-        told.copy_(index)
+    def open(self, index: Tensor, told: Tensor | None, board: Tensor, here: Tensor) -> None:
+        if told is not None:
+            told.copy_(index)
         time.sleep(0)
         here.fill_(-1)
         for expert in set(index.flatten().tolist()):
