@@ -76,11 +76,6 @@ class DeviceDraft:
         self._weights[place].copy_(top_k_weights)
         return self.routed(place, hidden)
 
-    @property
-    def in_one_piece(self) -> bool:
-        """See `RowExperts`."""
-        return True
-
     def routing(self, place: int, rows: int) -> Routing:
         """See `RowExperts`."""
         return Routing(self._chosen[place], self._weights[place])

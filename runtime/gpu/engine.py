@@ -412,8 +412,6 @@ def slot_experts(parts: Parts, plan: MemoryPlan, toolkit: Toolkit, max_tokens: i
 class _Idle:
     """Stands in for the experts while a model is tried out."""
 
-    in_one_piece = True
-
     def __init__(self, top_k: int, device: torch.device) -> None:
         self._top_k, self._device = top_k, device
 

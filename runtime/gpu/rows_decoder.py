@@ -28,19 +28,8 @@ _SOFTMAX = {"qwen2_moe": True, "qwen3_moe": True, "olmoe": True, "mixtral": Fals
 _WINDOW_OF_ALL = ("mixtral", "olmoe")  # whose window stands in the configuration and is that of every layer
 
 
-_AHEAD_BYTES = 24 << 20  # of weights that are brought near beside an attention or a few experts: of an L2 of 50 MB
-_FEW_ROWS = 1  # whose experts leave in the L2 what was brought there
-
-
 class RowExperts(Protocol):
-    """Computes the routed experts of a layer inside a decoding pass.
-
-    Attributes:
-        in_one_piece: whether the host queues a whole pass without a stop.
-    """
-
-    @property
-    def in_one_piece(self) -> bool: ...
+    """Computes the routed experts of a layer inside a decoding pass."""
 
     def compute(self, place: int, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See `LayerExperts`."""
@@ -76,8 +65,7 @@ class _Norm:
 class _HeadAttention:
     """Queries, keys and values of heads, with or without norms of their own."""
 
-    def __init__(self, module: Any, kv: SharedKv, ops: RowOps, window: int | None, soon: Sequence[Tensor]) -> None:
-        self._soon = [module.o_proj.weight, *soon]
+    def __init__(self, module: Any, kv: SharedKv, ops: RowOps, window: int | None) -> None:
         self._module, self._kv, self._ops, self._window = module, kv, ops, window
         parts = [module.q_proj, module.k_proj, module.v_proj]
         self._weight = _joined(parts, "weight")
@@ -94,8 +82,6 @@ class _HeadAttention:
         keys, values = self._kv.heads(module.layer_idx, self._widths[1] // module.head_dim, module.head_dim, x)
         cosine, sine = (table[0] for table in here.tables)
         q = ops.rotate(qkv, cosine, sine, here.positions, keys, values)
-        if here.experts.in_one_piece:
-            ops.ahead(self._soon, _AHEAD_BYTES)
         y = ops.attend(q, keys, values, here.positions, here.length, module.scaling, self._window)
         return ops.add(module.o_proj.weight, module.o_proj.bias, y, h)
 
@@ -119,17 +105,8 @@ class _Linears:
         self._gate_up = _joined([module.gate_proj, module.up_proj], "weight")
         self._ops = ops
 
-    @property
-    def soon(self) -> list[Tensor]:
-        """What is read first."""
-        return [self._gate_up]
-
     def __call__(self, h: Tensor, x: Tensor, here: _Here) -> Tensor:
         return self._ops.add(self._down, None, self.inner(x), h)
-
-    def bring_down(self) -> None:
-        """Bring the last weight near."""
-        self._ops.ahead([self._down], _AHEAD_BYTES)
 
     def inner(self, x: Tensor) -> Tensor:
         return self._ops.swiglu(self._gate_up, x)
@@ -151,12 +128,6 @@ class _Experts:
             parts.append(module.shared_expert_gate)
         self._weight = None if router is None else _joined(parts, "weight")
 
-    @property
-    def soon(self) -> list[Tensor]:
-        """What is read first."""
-        first = [] if self._weight is None else [self._weight]
-        return first if self._shared is None else first + self._shared.soon
-
     def __call__(self, h: Tensor, x: Tensor, here: _Here) -> Tensor:
         if self._weight is None:
             _, weights, index = self._gate(x)
@@ -168,8 +139,6 @@ class _Experts:
         to = here.experts.routing(self._place, len(x))
         self._ops.route(logits[:, : self._num_experts], to, renormalise, bool(self._round))
         inner = self._inner(x)  # before the experts: there is something to compute while they are looked for
-        if self._shared is not None and len(x) <= _FEW_ROWS and here.experts.in_one_piece:
-            self._shared.bring_down()
         routed = here.experts.routed(self._place, x)
         return self._sum(h, inner, routed, logits[:, self._num_experts :] if self._has_gate else None)
 
@@ -204,13 +173,15 @@ class RowsDecoder:
     def __init__(self, model: Any, moe_layers: Sequence[int], kv: SharedKv, ops: RowOps) -> None:
         self._model = model
         places = {layer_id: place for place, layer_id in enumerate(moe_layers)}
-        self._ops = ops
-        self._layers = []
-        for layer_id, layer in enumerate(decoder_layers(model)):
-            mlp = _mlp(layer.mlp, places.get(layer_id), model.config, ops)
-            attention = _attention(layer.self_attn, model.config, kv, ops, mlp.soon)
-            norms = _Norm(layer.input_layernorm, ops), _Norm(layer.post_attention_layernorm, ops)
-            self._layers.append(_Layer(norms[0], attention, norms[1], mlp))
+        self._layers = [
+            _Layer(
+                _Norm(layer.input_layernorm, ops),
+                _attention(layer.self_attn, model.config, kv, ops),
+                _Norm(layer.post_attention_layernorm, ops),
+                _mlp(layer.mlp, places.get(layer_id), model.config, ops),
+            )
+            for layer_id, layer in enumerate(decoder_layers(model))
+        ]
         self._norm = _Norm(model.model.norm, ops)
 
     @staticmethod
@@ -251,7 +222,6 @@ class RowsDecoder:
         for layer in self._layers:
             h = layer.attention(h, layer.before(h), here)
             h = layer.mlp(h, layer.between(h), here)
-        self._ops.rejoin()
         head: Tensor = self._model.lm_head(self._norm(h))
         return head
 
@@ -260,7 +230,7 @@ def _whole(norm: Any) -> bool:
     return not isinstance(norm, nn.LayerNorm) or norm.bias is not None
 
 
-def _attention(module: Any, config: Any, kv: SharedKv, ops: RowOps, soon: Sequence[Tensor]) -> Any:
+def _attention(module: Any, config: Any, kv: SharedKv, ops: RowOps) -> Any:
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     if config.model_type == "deepseek_v2" or not all(ops.fits_linear(getattr(module, name).weight) for name in names):
         return _LibraryAttention(module, kv)
@@ -272,7 +242,7 @@ def _attention(module: Any, config: Any, kv: SharedKv, ops: RowOps, soon: Sequen
     window = getattr(module, "sliding_window", None)
     if config.model_type in _WINDOW_OF_ALL:
         window = getattr(config, "sliding_window", None)
-    return _HeadAttention(module, kv, ops, window, soon)
+    return _HeadAttention(module, kv, ops, window)
 
 
 def _mlp(module: Any, place: int | None, config: Any, ops: RowOps) -> Any:

@@ -160,11 +160,6 @@ class RowsTarget:
             self._chosen_host[place].copy_(self._chosen[place], non_blocking=True)
         return self._routed(place, hidden, told=False)
 
-    @property
-    def in_one_piece(self) -> bool:
-        """See `RowExperts`."""
-        return self._here.way is not Way.cut
-
     def routing(self, place: int, rows: int) -> Routing:
         """See `RowExperts`."""
         told = self._chosen_seen if self._here.way is not Way.gated or self._board is None else self._board.told_seen

@@ -79,7 +79,6 @@ def _residual(shape: ExpertShape, group_size: int, tokens: int) -> Entry:
 CATALOG: tuple[Entry, ...] = (
     Entry(route.SOURCE, 64),
     Entry(gate.SOURCE, 40),
-    Entry(rows.AHEAD_SOURCE, 32),
     Entry(read_bytes.SOURCE, 32),
     *(Entry(combine.source(activation), 64) for activation in Activation),
     Entry(rows.linear_source(4), 128),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +19,6 @@ _KEYS, _PADDING = 128, 8  # keys of a block, elements between two rows in shared
 _MOST_SHARE, _SMEM_OF_DRIVER = 4, 1024  # blocks of an SM that are held to it, bytes of each that the driver keeps
 _FIXED_SMEM_BYTES = 2048  # of attend_rows, beside what attend_smem counts
 _NORM_THREADS, _ROTATE_THREADS, _ROUTE_THREADS, _ATTEND_THREADS = 256, 64, 32, 256
-_PIECE_BYTES, _BRINGING = 8192, (9, 0)  # of a thread of ahead.cu, and where it does anything
 _MOST_WIDTH, _MOST_EXPERTS, _MOST_CHOICES, _MOST_HEAD, _MOST_GROUPS = 16384, 1024, 32, 256, 16
 
 
@@ -99,15 +96,6 @@ class RowOps(Protocol):
     def route(self, logits: Tensor, to: Routing, renormalise: bool, round_weights: bool) -> None:
         """The k most likely of logits [M, E]; their weights may be divided by their sum, and rounded to BF16."""
 
-    def ahead(self, weights: Sequence[Tensor], most_bytes: int) -> None:
-        """Begin to bring the first bytes of weights that come soon near, beside what is queued next.
-
-        Changes no result. `rejoin` must follow before the pass, or its recording, ends.
-        """
-
-    def rejoin(self) -> None:
-        """What is queued next comes after all that `ahead` queued."""
-
 
 def linear_source(warps: int) -> Source:
     """cuda/rows_linear.cu with so many warps a block."""
@@ -124,9 +112,6 @@ def attention_source(size: int, groups: int) -> Source:
     return Source("rows_attention.cu", (("SIZE", size), ("GROUPS", groups)))
 
 
-AHEAD_SOURCE = Source("ahead.cu")
-
-
 class RowKernels:
     """See `RowOps`; queued on torch's current stream, and captured in CUDA graphs. One instance serves one stream.
 
@@ -139,8 +124,6 @@ class RowKernels:
         self._partial = torch.empty(0, device=self._device)
         self._tickets = torch.zeros(0, dtype=torch.int32, device=self._device)
         self._kept: list[Tensor] = []
-        self._beside: torch.cuda.Stream | None = None
-        self._away = False
 
     def fits_linear(self, weight: Tensor) -> bool:
         """See `RowOps`."""
@@ -229,28 +212,6 @@ class RowKernels:
         flags = (int(renormalise), int(round_weights))
         args = (logits, to.index, to.weights, to.seen, logits.stride(0), top_k, *flags)
         kernel.launch(len(logits), args, programmatic=True)
-
-    def ahead(self, weights: Sequence[Tensor], most_bytes: int) -> None:
-        """See `RowOps`: to the L2, by a kernel on a stream of its own; nothing below compute capability 9.0."""
-        if self._gpu.capability < _BRINGING:
-            return
-        if self._beside is None:
-            self._beside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._beside.wait_stream(torch.cuda.current_stream(self._device))
-        self._away = True
-        with torch.cuda.stream(self._beside):
-            for weight in weights:
-                size = min(weight.numel() * weight.element_size(), most_bytes) // 16 * 16
-                if size:
-                    kernel = _kernel(self._gpu.index, AHEAD_SOURCE, "bring", 32)
-                    kernel.launch(-(-size // (32 * _PIECE_BYTES)), (weight, np.int64(size)))
-                most_bytes -= size
-
-    def rejoin(self) -> None:
-        """See `RowOps`."""
-        if self._beside is not None and self._away:
-            torch.cuda.current_stream(self._device).wait_stream(self._beside)
-            self._away = False
 
     def _sizes(self, weight: Tensor, x: Tensor) -> tuple[int, int, int, int]:
         return (*weight.shape, x.stride(0), len(x))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -106,9 +104,3 @@ class TorchRows:
         to.weights.copy_(weights.to(logits.dtype) if round_weights else weights)
         if to.seen is not None:
             to.seen.copy_(to.index)
-
-    def ahead(self, weights: Sequence[Tensor], most_bytes: int) -> None:
-        """See `RowOps`; everything is as near as it gets."""
-
-    def rejoin(self) -> None:
-        """See `RowOps`."""

@@ -40,8 +40,6 @@ class Experts:
     def compute(self, place: int, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return hidden * (top_k_weights * (top_k_index + 1)).sum(-1, keepdim=True) * (place + 1) * 0.1
 
-    in_one_piece = True
-
     def routing(self, place: int, rows: int) -> Routing:
         self.written += 1
         self._to = Routing(torch.zeros(rows, self._top_k, dtype=torch.int32), torch.zeros(rows, self._top_k))
