@@ -25,6 +25,8 @@ from runtime.stats import DecodeStats
 
 Route = list[ExpertKey]
 
+_MORE_STEPS = 4  # of a tail that are asked for at once: each time the device has nothing to do until they are
+
 
 class Draft(Protocol):
     """Proposes tokens one after another."""
@@ -182,17 +184,18 @@ class SpeculativeLoop:
             window = min(window, self._governor.depth(self._measured))
         self._propose(tail, tokens, settings, min(window, most + 1))
         while len(tail.proposals) < window and self._may_draft_on(tail, most):
-            if not self._propose(tail, tokens, settings, len(tail.proposals) + 1):
+            if not self._propose(tail, tokens, settings, min(window, len(tail.proposals) + _MORE_STEPS)):
                 return
 
     def _may_draft_on(self, tail: Tail, most: int) -> bool:
-        """Whether a step hides more of the next pass's waiting than it is expected to lose."""
+        """Whether some steps hide more of the next pass's waiting than they are expected to lose."""
         missing_bytes = self._experts.missing_bytes(_union(tail.routes[: most + 1]))
         rate, measured = self._stats.cache.bytes_per_s, self._measured
         if not missing_bytes or not rate:
             return missing_bytes > 0
         kept = math.prod(measured.acceptance(place) for place in range(len(tail.proposals)))
-        return min(missing_bytes / rate, measured.draft_s) > (1 - kept) * measured.draft_s
+        draft_s = _MORE_STEPS * measured.draft_s
+        return min(missing_bytes / rate, draft_s) > (1 - kept) * draft_s
 
     def _propose(self, tail: Tail, tokens: list[int], settings: LoopSettings, length: int) -> bool:
         """Draft until the tail has this length; whether it has, or ends the text before."""
@@ -259,7 +262,7 @@ class SpeculativeLoop:
             most -= 1  # nothing follows a stop id, so the row that would be computed from it serves nobody
         return Situation(
             most=min(most, left - 1),
-            missing_bytes=lambda j: self._experts.missing_bytes(_union(tail.routes[: j + 1])),
+            missing_bytes=_MissingBytes(self._experts, tail.routes),
             bytes_per_s=self._stats.cache.bytes_per_s,
             measured=self._measured,
         )
@@ -284,6 +287,22 @@ class SpeculativeLoop:
         else:
             tail.clear()
         return token, agreed
+
+
+class _MissingBytes:
+    """Bytes that the experts of rows 0 .. j still lack, by j: each row is looked at once."""
+
+    def __init__(self, experts: Experts, routes: Sequence[Route]) -> None:
+        self._experts, self._routes = experts, routes
+        self._seen: set[ExpertKey] = set()
+        self._sums: list[int] = [0]
+
+    def __call__(self, j: int) -> int:
+        for route in self._routes[len(self._sums) - 1 : j + 1]:
+            new = [key for key in dict.fromkeys(route) if key not in self._seen]
+            self._seen.update(new)
+            self._sums.append(self._sums[-1] + self._experts.missing_bytes(new))
+        return self._sums[min(j + 1, len(self._sums) - 1)]
 
 
 def _union(routes: Sequence[Route]) -> list[ExpertKey]:

@@ -19,6 +19,8 @@ class EvictionPolicy(Protocol):
     """
 
     name: str
+    takes_first: bool
+    """Whether the victim among candidates that the window does not need is always the first."""
 
     def used(self, key: ExpertKey) -> None:
         """A `stream` call asked for the key, resident or not."""
@@ -42,6 +44,7 @@ class LruPolicy:
     """Evicts what was used or loaded longest ago."""
 
     name = "lru"
+    takes_first = True
 
     def used(self, key: ExpertKey) -> None:
         """The order of the candidates says it already."""
@@ -58,6 +61,7 @@ class LfuPolicy(LruPolicy):
     """Evicts what was asked for least often since the start; among equals the least recently used."""
 
     name = "lfu"
+    takes_first = False
 
     def __init__(self) -> None:
         self._uses: dict[ExpertKey, int] = {}
@@ -119,6 +123,7 @@ class LookaheadPolicy(LruPolicy):
     """
 
     name = "lookahead"
+    takes_first = True
 
     def victim(self, candidates: Iterable[ExpertKey], next_use: Mapping[ExpertKey, int]) -> ExpertKey | None:
         """The first candidate beyond the window, else the one whose next use is last."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from heapq import heapify, heappop, heappush
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 from runtime.memory.eviction import EvictionPolicy
@@ -41,7 +41,8 @@ def schedule(
     experts, 24 a row, in 36 slots, 745 in place of 463 when fetching two rows ahead, and nearly LRU's 834 when
     fetching all.
 
-    It runs between draft steps, so it looks at all residents only once a miss finds no free slot.
+    It runs between draft steps, so it plays only where there are more misses than free slots and residents that the
+    window does not need: before those are used up a play takes no other victims.
 
     Args:
         window: the announced rows; misses are looked for in its fetch_steps.
@@ -50,9 +51,22 @@ def schedule(
         num_free: slots beside these.
         policy: picks among the residents that the window does not need.
     """
-    present = {key for step in window.fetch_steps for key in step.keys if key in slots or key in on_their_way}
-    if all(present.issuperset(step.keys) for step in window.fetch_steps):
+    steps = window.fetch_steps
+    present = {key for step in steps for key in step.keys if key in slots or key in on_their_way}
+    if all(present.issuperset(step.keys) for step in steps):
         return []
+    if policy.takes_first:
+        misses: dict[ExpertKey, int] = {}
+        for start, keys, _ in steps:
+            for position, key in enumerate(keys, start):
+                if key not in present:
+                    misses.setdefault(key, position)
+        count = max(len(misses) - num_free, 0)
+        unneeded = (other for other in chain(slots, on_their_way) if other not in window.next_use)
+        victims = [None] * num_free + list(islice(unneeded, count))
+        if len(victims) >= len(misses):
+            found = zip(misses.items(), victims, strict=False)
+            return [Fetch(key, position, victim) for (key, position), victim in found if key in window.fetch]
     idle: dict[ExpertKey, None] = {}  # used up in the play; once there is no free slot, all that are not needed
     next_use: dict[ExpertKey, int] = {}  # of what the play has used; the window's holds for the others
     used: set[ExpertKey] = set()

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.memory.clairvoyant import replay
-from runtime.memory.eviction import make_policy
+from runtime.memory.eviction import LookaheadPolicy, make_policy
 from runtime.memory.location import ExpertKey
 from runtime.memory.schedule import Fetch, schedule
 from runtime.memory.window import Window
@@ -64,3 +64,24 @@ def test_fetching_ahead_reads_no_more_than_looking_ahead(rows: list[list[int]], 
     alone = [[key] for row in trace for key in row]
     found = replay(alone, len(residents), make_policy("lookahead"), resident=residents, window=len(alone))
     assert len(fetches(trace, residents)) <= found.misses
+
+
+class Played(LookaheadPolicy):
+    takes_first = False
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True), max_size=8),
+    st.lists(st.integers(0, 14), unique=True, max_size=9),
+    st.integers(0, 4),
+    st.sampled_from([None, 0, 2]),
+    st.integers(1, 3),
+)
+@settings(max_examples=300, deadline=None)
+def test_what_needs_no_play_comes_out_as_if_played(
+    rows: list[list[int]], start: list[int], num_free: int, fetch_rows: int | None, pass_rows: int
+) -> None:
+    window, residents = Window(), [(0, expert) for expert in start]
+    window.announce([[(0, expert) for expert in row] for row in rows], fetch_rows, pass_rows)
+    found = [schedule(window, residents, (), num_free, policy) for policy in (LookaheadPolicy(), Played())]
+    assert found[0] == found[1]
