@@ -16,6 +16,7 @@ from moespeq_cli.profile.charts_sensitivity import (
     layer_bars,
 )
 from moespeq_cli.profile.modules import CLASSES, module_class
+from moespeq_cli.profile.pairs import strongest
 from moespeq_cli.profile.wording import (
     CACHE,
     COACTIVATION,
@@ -256,20 +257,9 @@ def _numbers(chart: LineChart) -> str:
 
 def _pairs(profile: Profile) -> str:
     """Of each layer, the pair of experts that meets most often compared with chance."""
-    manifest = profile.manifest
-    tokens = sum(manifest.domains.values())
-    rows = []
-    for row, layer in enumerate(manifest.moe_layers):
-        together = profile.tensors["coactivation"][row].double()
-        alone = together.diagonal()
-        expected = alone[:, None] * alone[None, :] / max(tokens, 1)
-        lift = (together / expected.clamp(min=1)).triu(1)
-        lift[together < tokens / 200] = 0  # pairs too rare to say anything about
-        first, second = divmod(int(lift.argmax()), manifest.num_experts)
-        if float(lift.max()) > 0:
-            share = percent(float(together[first, second]) / tokens)
-            rows.append([str(layer), f"{first} and {second}", share, f"{float(lift[first, second]):.2f} ×"])
-    return f"<p>{PAIRS}</p>" + table(["layer", "experts", "of all tokens", "against independent choice"], rows)
+    found = [pair for row in range(len(profile.manifest.moe_layers)) if (pair := strongest(profile, row))]
+    rows = [[str(p.layer), f"{p.first} and {p.second}", percent(p.share), f"{p.lift:.2f} ×"] for p in found]
+    return f"<p>{PAIRS}</p>" + table(["layer", "experts", "of all tokens", "against chance"], rows)
 
 
 def _settings(profile: Profile) -> str:
