@@ -8,7 +8,7 @@ DIVERGING = (
 )  # fmt: skip
 # Okabe and Ito's palette without its yellow and black, which one of the papers would swallow.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-MARKERS = ("circle", "square", "triangle", "diamond")
+MARKERS = ("circle", "square", "triangle", "diamond", "wedge")
 REFERENCE = "#888888"
 UNUSED = "#9a9a9a"
 
@@ -32,7 +32,7 @@ def ink_on(background: str) -> str:
 
 
 def series_style(index: int) -> tuple[str, str]:
-    """Colour and marker of a series; both change, so that neither alone has to be seen."""
+    """Colour and marker of a series; both change, so that neither alone has to be seen, and 30 are told apart."""
     return SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)]
 
 

@@ -15,7 +15,7 @@ from moespeq_cli.profile.charts_sensitivity import (
     expert_heatmap,
     layer_bars,
 )
-from moespeq_cli.profile.modules import CLASSES, module_class
+from moespeq_cli.profile.modules import CLASSES, ROUTED, module_class
 from moespeq_cli.profile.pairs import strongest
 from moespeq_cli.profile.wording import (
     CACHE,
@@ -172,11 +172,12 @@ def _specialists(profile: Profile) -> str:
 
 
 def _matrices(profile: Profile) -> str:
+    charts = coactivation_charts(profile)
     figures = [
-        f"<figure><figcaption>layer {chart.layer}</figcaption>{svg.matrix_image(chart)}</figure>"
-        for chart in coactivation_charts(profile)
+        f"<figure><figcaption>layer {chart.layer}</figcaption>{svg.matrix_image(chart)}</figure>" for chart in charts
     ]
-    return f'<h3>All pairs</h3><p>{COACTIVATION}</p><div class="matrices">{"".join(figures)}</div>'
+    key = _figure(svg.matrix_key(charts), "")
+    return f'<h3>All pairs</h3><p>{COACTIVATION}</p>{key}<div class="matrices">{"".join(figures)}</div>'
 
 
 def _sensitivity(profile: Profile) -> str:
@@ -186,31 +187,43 @@ def _sensitivity(profile: Profile) -> str:
     classes, layers = class_bars(sensitivity), layer_bars(profile, sensitivity)
     heatmap = expert_heatmap(profile, sensitivity)
     rankings = domains.sensitive_rankings(profile)
-    orders = "; ".join(f"by {escape(n)} {', '.join(map(str, order))}" for n, order in rankings.items() if n != "all")
-    ranking = f"{', '.join(map(str, rankings['all']))} ({orders})"
     tokens = sum(sensitivity.figures.tokens.values())
+    ranking = ", ".join(map(str, rankings["all"]))
     return (
         f"<p>{SENSITIVITY.format(tokens=tokens)}</p>{_figure(svg.bars_svg(classes), classes.title)}"
         f"{_figure(svg.bars_svg(layers), layers.title)}<p>{SENSITIVE_LAYERS.format(ranking=ranking)}</p>"
-        f"{_figure(svg.heatmap_svg(heatmap), heatmap.title)}<p>{EXPERTS}</p>"
-        f"<h3>Linears</h3>{_linears(profile, sensitivity)}"
+        f"{_orders(rankings)}{_figure(svg.heatmap_svg(heatmap), heatmap.title)}<p>{EXPERTS}</p>"
+        f"{_linears(profile, sensitivity)}"
     )
 
 
+def _orders(rankings: dict[str, list[int]]) -> str:
+    """The layers in the order of each domain; nothing where there is but one."""
+    if len(rankings) < 3:
+        return ""
+    rows = [[str(place + 1), *map(str, layers)] for place, layers in enumerate(zip(*rankings.values(), strict=True))]
+    whole = table(["place", *(f"by {name}" for name in rankings)], rows)
+    return f"<details><summary>The order in each domain</summary>{whole}</details>"
+
+
 def _linears(profile: Profile, sensitivity: Sensitivity) -> str:
-    """Every linear, or the routed experts' of one projection in one layer together."""
+    """The most sensitive linears: of the routed experts, those of one projection in one layer together; and others."""
     names = profile.manifest.domain_names
     measured = [name for name in names if sensitivity.figures.tokens[name]]
-    rows = []
+    routed: list[list[str]] = []
+    others: list[list[str]] = []
     for place, name in enumerate(sensitivity.figures.linears):
         channels = sensitivity.channels[name].flatten()
         worst = float(channels.max()) / (float(channels.double().sum()) or 1.0)
         by_domain = [f"{float(sensitivity.domains[place, names.index(n)]):.3e}" for n in measured]
-        rows.append([name, CLASSES[module_class(name)], f"{sensitivity.total(name):.3e}", *by_domain, percent(worst)])
-    rows.sort(key=lambda row: -float(row[2]))
+        kind = module_class(name)
+        row = [name, CLASSES[kind], f"{sensitivity.total(name):.3e}", *by_domain, percent(worst)]
+        (routed if kind in ROUTED else others).append(row)
     head = ["linear", "class", "all", *measured, "most in one channel"]
-    return table(head, rows[:LINEARS_SHOWN]) + (
-        f"<p>The {LINEARS_SHOWN} most sensitive of {len(rows)}.</p>" if len(rows) > LINEARS_SHOWN else ""
+    return "".join(
+        f"<h3>{heading}</h3>{table(head, sorted(rows, key=lambda row: -float(row[2]))[:LINEARS_SHOWN])}"
+        + (f"<p>The {LINEARS_SHOWN} most sensitive of {len(rows)}.</p>" if len(rows) > LINEARS_SHOWN else "")
+        for heading, rows in (("Linears of the routed experts", routed), ("All other linears", others))
     )
 
 
