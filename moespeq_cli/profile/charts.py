@@ -77,7 +77,7 @@ class LineChart:
         """A value for people; "n/a" where it is not defined."""
         if self.unit == "%" or value is None:
             return percent(value, digits)
-        return f"{value:.{digits + 1}f} {self.unit}"
+        return f"{value:.{digits + (2 if self.unit == 'bit' else 1)}f} {self.unit}"
 
     def place(self, point: int) -> float:
         """Where a point lies, 0 to 1."""

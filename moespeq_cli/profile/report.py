@@ -37,6 +37,7 @@ from moespeq_cli.profile.wording import (
 from runtime.artifacts.profile import Profile, Sensitivity
 
 LINEARS_SHOWN = 40
+SPECIALISTS_SHOWN = 15
 
 
 def page(profile: Profile, next_layer_tokens: int) -> str:
@@ -160,9 +161,10 @@ def _domains(profile: Profile) -> str:
 
 def _specialists(profile: Profile) -> str:
     found, names = domains.specialists(profile), profile.manifest.domain_names
-    shown = found[:15]
+    shown = found[:SPECIALISTS_SHOWN]
     total = len(profile.manifest.moe_layers) * profile.manifest.num_experts
-    words = SPECIALISTS.format(total=len(found), experts=total, shown=len(shown))
+    listed = f", the {len(shown)} most specialised:" if len(shown) < len(found) else ", the most specialised first:"
+    words = SPECIALISTS.format(total=len(found) or "none", experts=total, shown=listed if found else ".")
     head = ["layer", "expert", "domain", "of its use", *(f"of {name} tokens" for name in names)]
     rows = [
         [str(s.layer), str(s.expert), s.domain, percent(s.share), *(percent(s.rates[name]) for name in names)]

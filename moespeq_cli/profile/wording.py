@@ -123,7 +123,7 @@ of the column's uses that these serve. The diagonal is a domain served by its ow
 
 SPECIALISTS = """
 Experts of which one domain makes two thirds of the use or more, all domains taken as equally long, and that
-serve at least 1&nbsp;% of its tokens. {total} of {experts} experts are; the {shown} most specialised:
+serve at least 1&nbsp;% of its tokens: {total} of {experts}{shown}
 """
 
 COACTIVATION = """
