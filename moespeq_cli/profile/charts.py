@@ -57,8 +57,8 @@ class LineChart:
         lowest, highest = min(values, default=0.0), max(values, default=1.0)
         if lowest >= 0.5:
             steps = 100 if lowest >= 0.98 else 20 if lowest >= 0.9 else 10
-            return math.floor(lowest * steps - 0.2) / steps, 1.0
-        return 0.0, (math.ceil(highest * 10 + 0.2) / 10 if highest <= 0.5 else 1.0)
+            return math.floor(lowest * steps - 0.1) / steps, 1.0
+        return 0.0, (math.ceil(highest * 10 + 0.1) / 10 if highest <= 0.5 else 1.0)
 
     @property
     def y_ticks(self) -> list[float]:

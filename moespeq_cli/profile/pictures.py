@@ -10,6 +10,8 @@ from typing import Any
 
 from moespeq_cli.profile.charts import BarChart, Heatmap, LineChart, MatrixChart
 from moespeq_cli.profile.colors import DIVERGING, REFERENCE, UNUSED, diverging, ink_on, series_style
+from runtime.artifacts.folder import require_writable
+from runtime.errors import InputError
 
 MARKER_CODES = {"circle": "o", "square": "s", "triangle": "^", "diamond": "D", "wedge": "v"}
 LEGEND_INSIDE = 5  # so many lines at most are named within the axes
@@ -18,6 +20,17 @@ LEGEND_INSIDE = 5  # so many lines at most are named within the axes
 def available() -> bool:
     """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
+
+
+def require_file(path: Path) -> None:
+    """Fail before long work where a picture could not be drawn to `path`."""
+    if path.suffix != ".png" or path.is_dir():
+        raise InputError(expected="a PNG file for the picture", found=str(path), mend="name one, such as curve.png")
+    if not available():
+        raise InputError(
+            expected="matplotlib to draw a picture", found="none", mend="install it: pip install 'moespeq[report]'"
+        )
+    require_writable("the picture", path)
 
 
 def save_heatmap(chart: Heatmap, folder: Path) -> Path:

@@ -218,3 +218,17 @@ def test_without_matplotlib_the_page_is_all_there(
 def test_file_names_of_domains_are_plain_and_different() -> None:
     assert charts.slug("Maths & more/..", 0) == "0-maths---more"
     assert charts.slug("散文", 1) == "1"
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(0, "none of 24."), (15, "15 of 24, the most specialised first:"), (16, "16 of 24, the 15 most specialised:")],
+)
+def test_specialists_are_counted_in_words_that_fit(
+    profile: Profile, number: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [domains.Specialist(1, place, "code", 0.9, {"code": 0.3, "prose": 0.01}) for place in range(number)]
+    monkeypatch.setattr(domains, "specialists", lambda _: found)
+    text = report.page(profile, 4096)
+    assert f"of its tokens: {words}" in text
+    assert text.count("<td>code</td><td>90.0 %</td>") == min(number, 15)
