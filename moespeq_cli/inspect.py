@@ -12,7 +12,12 @@ from moespeq_cli.options import DEFAULT_ARTIFACTS, Artifacts, Json
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="An artifact's folder, a model's folder or a YAML deployment profile")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="An artifact's folder, a model's folder, a YAML deployment profile or the name of one, such as h200"
+        ),
+    ],
     artifacts: Artifacts = DEFAULT_ARTIFACTS,
     verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its checksum")] = False,
     as_json: Json = False,

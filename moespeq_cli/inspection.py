@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from runtime.artifacts.manifest import (
 from runtime.artifacts.pack import Pack, PackManifest
 from runtime.artifacts.profile import Profile, ProfileManifest
 from runtime.artifacts.quantized import Quantized, QuantizedManifest
+from runtime.config import known_profile, load_profile, make_settings
 from runtime.errors import ArtifactError, InputError
 from runtime.memory.sizes import format_size
 
@@ -44,7 +45,7 @@ def describe_path(path: Path, artifacts: Path, verify: bool) -> Facts:
     """Open whatever lies at a path and tell of it.
 
     Args:
-        path: a folder or file.
+        path: a folder or file, or the name of a deployment profile that comes with moespeq.
         artifacts: where the artifacts lie with which it may go.
         verify: read the files and compare their checksums.
 
@@ -52,13 +53,15 @@ def describe_path(path: Path, artifacts: Path, verify: bool) -> Facts:
         InputError: nothing there, or nothing that is known.
         ArtifactError: an artifact that is unfinished, damaged or of another version.
     """
+    if not path.exists() and path == Path(path.name):
+        path = known_profile(path.name) or path
     if path.is_file():
         return _deployment(path)
     if not path.is_dir():
         raise InputError(
             expected=f"an artifact, a model or a deployment profile at {path}",
             found="nothing of that name",
-            mend="pass the path of a folder or a YAML file",
+            mend="pass the path of a folder or a YAML file, or the name of a profile that comes with moespeq",
         )
     if is_finished(path):
         body = read_json(path / MANIFEST, "a manifest")
@@ -237,8 +240,6 @@ def _model(folder: Path) -> Facts:
 
 
 def _deployment(path: Path) -> Facts:
-    from runtime.config import load_profile, make_settings
-
     if path.suffix not in (".yaml", ".yml"):
         raise InputError(
             expected=f"a folder or a YAML file at {path}",
@@ -254,16 +255,19 @@ def _deployment(path: Path) -> Facts:
         "kind": "deployment profile",
         "path": str(path),
         "sha256": sha256_file(path),
-        "settings": [f"{name} = {value}" for name, value in settings.items() if name != "kernel_dispatch"]
-        + [
-            f"{name}: {len(value.entries)} layers measured"
-            for name, value in settings.items()
-            if name == "kernel_dispatch"
-        ],
+        "settings": [_setting(name, value) for name, value in settings.items()],
         "notes": notes or "none",
         "goes with": f"moespeq run --config {path}",
     }
     return Facts(rows)
+
+
+def _setting(name: str, value: Any) -> str:
+    if name == "kernel_dispatch":
+        return f"{name}: {len(value.entries)} layers measured"
+    if is_dataclass(value) and not isinstance(value, type):
+        return f"{name} = {', '.join(f'{part} {number}' for part, number in asdict(value).items())}"
+    return f"{name} = {value}"
 
 
 def _companions(path: Path, facts: Facts, artifacts: Path) -> list[str]:

@@ -20,6 +20,7 @@ from runtime.memory.predict import make_predictor
 MAX_WINDOW = 512
 CHECKS = ("auto", "all", "first-use")
 DEVICES = ("auto", "cpu", "cuda")
+PROFILE_FOLDERS = (Path(__file__).parent / "_profiles", Path(__file__).parent.parent / "profiles")  # wheel, checkout
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +125,18 @@ def load_profile(name: str) -> dict[str, Any]:
     return _typed(RunSettings, dict(body), str(path))
 
 
+def known_profile(name: str) -> Path | None:
+    """The file of a profile that comes with moespeq, its name with or without `.yaml`; None for another name."""
+    files = (folder / f"{name.removesuffix('.yaml')}.yaml" for folder in PROFILE_FOLDERS)
+    return next((file for file in files if file.is_file()), None)
+
+
 def find_profile(name: str) -> Path:
     """The file of a profile, as in `load_profile`."""
-    here = Path(__file__).parent
-    folders = [here / "_profiles", here.parent / "profiles"]
-    candidates = [Path(name), *(folder / f"{Path(name).name.removesuffix('.yaml')}.yaml" for folder in folders)]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    known = sorted({path.stem for folder in folders if folder.is_dir() for path in folder.glob("*.yaml")})
+    found = Path(name) if Path(name).is_file() else known_profile(Path(name).name)
+    if found is not None:
+        return found
+    known = sorted({path.stem for folder in PROFILE_FOLDERS if folder.is_dir() for path in folder.glob("*.yaml")})
     raise InputError(
         expected=f"a profile {name}", found="no such file", mend=f"pass a path, or one of {', '.join(known)}"
     )

@@ -235,6 +235,7 @@ def sensitive(
     ] = None,
     artifacts: Artifacts = DEFAULT_ARTIFACTS,
     samples: Annotated[int, typer.Option("--samples", min=3, help="Held-out texts to compare on")] = 600,
+    picture: Annotated[Path | None, typer.Option("--picture", help="PNG file to draw the curves to")] = None,
     output: Output = None,
 ) -> None:
     """What finer layers buy: shares of the layers by sensitivity, at 8 and 4 bits, on the embedded model"""
@@ -242,6 +243,7 @@ def sensitive(
 
     from moespeq_cli.bench import sensitive as measure
     from moespeq_cli.options import model_folder
+    from moespeq_cli.profile import pictures
     from moespeq_cli.profile.texts import HELD_OUT, read_domains
     from moespeq_cli.quantize.sensitive import choose_layers
     from runtime.artifacts.checkpoint import Checkpoint
@@ -256,6 +258,8 @@ def sensitive(
     vocab_size = int(checkpoint.config["vocab_size"])
     _, texts = read_domains([HELD_OUT], load_tokenizer(checkpoint.folder), samples, 512, vocab_size)
     _require_file(output)
+    if picture is not None:
+        pictures.require_file(picture)
     with tempfile.TemporaryDirectory() as folder:
         forms = measure.quantize_forms(model_folder(None), Path(folder), spec.moe_layers, console.note)
         with console.progress("layers", spec.num_layers) as bar:
@@ -264,6 +268,8 @@ def sensitive(
     tokens = sum(len(text.input_ids) for text in texts)
     result = {"ranking": [list(pair) for pair in choice.ranking], "domains": run.names, "tokens": tokens, "rows": rows}
     _finish(output, result)
+    if picture is not None:
+        pictures.save_lines(measure.curve(result, picture.stem), picture.parent)
     print(measure.table(result))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moespeq_cli.bench.tables import markdown, percent
+from moespeq_cli.profile.charts import LineChart, line_alt
 from moespeq_cli.profile.measure import TextSequence
 from moespeq_cli.profile.outputs import OutputTally
 from moespeq_cli.profile.routing import AgreementTally
@@ -118,6 +119,38 @@ def _record(chosen: dict[int, Tensor]) -> Observer:
         chosen[trace.sequence] = trace.top_k_index
 
     return observe
+
+
+def curve(result: dict[str, Any], name: str) -> LineChart:
+    """Sampled acceptance by how many layers are finer, the most sensitive first; a line a form and domain.
+
+    Args:
+        result: as the benchmark writes it.
+        name: of the picture's file.
+    """
+    ranking = [layer for layer, _ in result["ranking"]]
+    grown = {
+        (row["form"], len(row["layers"])): row
+        for row in result["rows"]
+        if row["layers"] == ranking[: len(row["layers"])]
+    }
+    counts, forms = range(len(ranking) + 1), list(FORMS)[1:]
+    lines = {
+        f"{domain}, {form}": [grown[form if count else PLAIN, count]["sampled_acceptance"][domain] for count in counts]
+        for form in forms
+        for domain in result["domains"]
+    }
+    megabytes = [grown[forms[0] if count else PLAIN, count]["expert_bytes"] / 1e6 for count in counts]
+    chart = LineChart(
+        name=name,
+        title="What finer layers buy: acceptance by the share of the layers",
+        alt="",
+        x_label=f"layers with one scale an output channel, the most sensitive first; MB of all experts at {forms[0]}",
+        y_label="expected acceptance, sampled",
+        x_ticks=tuple(f"{count}\n{size:.2f} MB" for count, size in zip(counts, megabytes, strict=True)),
+        series=lines,
+    )
+    return replace(chart, alt=line_alt("Expected acceptance by how many layers are finer", chart))
 
 
 def table(result: dict[str, Any]) -> str:

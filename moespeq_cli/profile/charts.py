@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -22,15 +22,13 @@ class Heatmap:
     layers: tuple[int, ...]
     ratio: list[list[float]]  # [layers][experts]
     counts: list[list[int]]
-    limit: float  # the colours span 2 ** -limit to 2 ** limit, of which little lies above and much may lie below
+    limit: float  # the colours span 2 ** -limit to 2 ** limit; what lies beyond has the colour of the end
     unit: str = "tokens"  # of the counts
     balance: str = "balanced"  # what a ratio of 1 is
 
     def bar_labels(self) -> list[tuple[int, str]]:
         """Powers of two on the scale and how they are written."""
-        ends = int(self.limit)
-        labels = [(power, f"{2**power}×" if power >= 0 else f"1/{2**-power}×") for power in range(-ends, ends + 1)]
-        return [(power, f"≤ {label}" if power == -ends else label) for power, label in labels]
+        return scale_labels(int(self.limit), self.ratio)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +49,16 @@ class LineChart:
 
     @property
     def y_range(self) -> tuple[float, float]:
-        """Ends of the axis; of shares multiples of 5 or 10 %, a part of 0 to 1 where all lie in the upper half."""
+        """Ends of the axis; of shares 0 to 1, or an end of it in steps of 1, 5 or 10 % where all lie there."""
         values = [value for line in self.series.values() for value in line if value is not None]
         values += self.reference or []
         if self.unit != "%":
             return 0.0, _round_up(max(values, default=1.0))
-        lowest = min(values, default=0.0)
-        if lowest >= 0.9:
-            return math.floor(lowest * 20 - 0.2) / 20, 1.0
-        return (math.floor(lowest * 10 - 0.2) / 10 if lowest >= 0.5 else 0.0), 1.0
+        lowest, highest = min(values, default=0.0), max(values, default=1.0)
+        if lowest >= 0.5:
+            steps = 100 if lowest >= 0.98 else 20 if lowest >= 0.9 else 10
+            return math.floor(lowest * steps - 0.1) / steps, 1.0
+        return 0.0, (math.ceil(highest * 10 + 0.1) / 10 if highest <= 0.5 else 1.0)
 
     @property
     def y_ticks(self) -> list[float]:
@@ -67,7 +66,7 @@ class LineChart:
         low, high = self.y_range
         if self.unit != "%":
             return [high * i / 5 for i in range(6)]
-        step = next((step for step in (0.01, 0.02, 0.05, 0.1) if (high - low) / step <= 6.01), 0.2)
+        step = next((step for step in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1) if (high - low) / step <= 6.01), 0.2)
         return [round(low + step * i, 4) for i in range(round((high - low) / step) + 1)]
 
     def tick(self, value: float) -> str:
@@ -78,7 +77,7 @@ class LineChart:
         """A value for people; "n/a" where it is not defined."""
         if self.unit == "%" or value is None:
             return percent(value, digits)
-        return f"{value:.{digits + 1}f} {self.unit}"
+        return f"{value:.{digits + (2 if self.unit == 'bit' else 1)}f} {self.unit}"
 
     def place(self, point: int) -> float:
         """Where a point lies, 0 to 1."""
@@ -111,6 +110,19 @@ class MatrixChart:
     alt: str
     lift: list[list[float | None]]  # None on the diagonal and where a product of uses is 0
     limit: float  # the colours span 2 ** -limit to 2 ** limit
+
+    def bar_labels(self) -> list[tuple[int, str]]:
+        """Powers of two on the scale and how they are written."""
+        return scale_labels(int(self.limit), self.lift)
+
+
+def scale_labels(ends: int, values: Sequence[Sequence[float | None]]) -> list[tuple[int, str]]:
+    """The powers of two from 2 ** -ends to 2 ** ends; the ends say so where they stand for what lies beyond too."""
+    labels = [f"{2**power}×" if power >= 0 else f"1/{2**-power}×" for power in range(-ends, ends + 1)]
+    labels[0] = f"≤ {labels[0]}"
+    if any(value is not None and value > 2**ends for row in values for value in row):
+        labels[-1] = f"≥ {labels[-1]}"
+    return list(zip(range(-ends, ends + 1), labels, strict=True))
 
 
 def _round_up(value: float) -> float:
@@ -215,7 +227,7 @@ def _entropy(profile: Profile) -> LineChart:
         title="How evenly the experts of a layer are used: entropy",
         alt=_line_alt("Entropy of the use of experts by layer, as a share of the most there can be", series),
         x_label="layer",
-        y_label="entropy of the experts' use, of that of an even use",
+        y_label="entropy of the experts' use, as a share of that of an even use",
         x_ticks=_layer_ticks(profile),
         series=series,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from moespeq_cli.profile.charts import BarChart, Heatmap, LineChart, MatrixChart, line_alt, percent
 from moespeq_cli.profile.domains import divergence
 from moespeq_cli.profile.modules import CLASSES, module_class
+from moespeq_cli.profile.pairs import lifts, strongest
 from runtime.artifacts.profile import EXPERT_LINEARS, Profile, Sensitivity, expert_linear
 
 LIFT_LIMIT = 2.0
@@ -133,26 +135,18 @@ def divergence_chart(profile: Profile) -> LineChart | None:
 
 
 def coactivation_charts(profile: Profile) -> list[MatrixChart]:
-    """One matrix a layer: uses of two experts by one token, relative to independent choice."""
-    tokens = max(sum(profile.manifest.domains.values()), 1)
+    """One matrix a layer: uses of two experts by one token, relative to chance."""
     charts = []
     for row, layer in enumerate(profile.manifest.moe_layers):
-        together = profile.tensors["coactivation"][row].double()
-        alone = together.diagonal()
-        expected = alone[:, None] * alone[None, :] / tokens
-        known = expected > 0
-        known.fill_diagonal_(False)
-        lift = (together / expected.clamp(min=1e-300)).masked_fill(~known, -1.0)
-        rare = lift.masked_fill(together < tokens / 200, -1.0).triu(1)
-        first, second = divmod(int(rare.argmax()), len(rare))
-        share = percent(float(together[first, second]) / tokens)
-        strongest = f"{first} and {second}, {float(rare.max()):.2f} times chance, on {share} of the tokens"
+        lift, pair = lifts(profile, row).tolist(), strongest(profile, row)
+        told = "none" if pair is None else f"{pair.first} and {pair.second}, {pair.lift:.2f} times chance"
+        share = "" if pair is None else f", on {percent(pair.share)} of the tokens"
         charts.append(
             MatrixChart(
                 layer=layer,
                 alt=f"Matrix of {len(lift)} by {len(lift)} experts of layer {layer}: chosen together against chance. "
-                f"Strongest pair: {strongest}.",
-                lift=[[None if value < 0 else value for value in line] for line in lift.tolist()],
+                f"Strongest pair: {told}{share}.",
+                lift=[[None if math.isnan(value) else value for value in line] for line in lift],
                 limit=LIFT_LIMIT,
             )
         )

@@ -6,9 +6,9 @@ from __future__ import annotations
 DIVERGING = (
     "#08306b", "#2171b5", "#6baed6", "#c6dbef", "#f7f7f7", "#fdd0a2", "#fd8d3c", "#d94801", "#7f2704",
 )  # fmt: skip
-# Okabe and Ito's palette without its yellow and black, which one of the papers would swallow.
-SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-MARKERS = ("circle", "square", "triangle", "diamond")
+# Four of Okabe and Ito's, and two for those of theirs that one of the papers would swallow: all stand out from both.
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#9f4c35", "#b95cff")
+MARKERS = ("circle", "square", "triangle", "diamond", "wedge")
 REFERENCE = "#888888"
 UNUSED = "#9a9a9a"
 
@@ -32,7 +32,7 @@ def ink_on(background: str) -> str:
 
 
 def series_style(index: int) -> tuple[str, str]:
-    """Colour and marker of a series; both change, so that neither alone has to be seen."""
+    """Colour and marker of a series; both change, so that neither alone has to be seen, and 30 are told apart."""
     return SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)]
 
 

@@ -20,6 +20,8 @@ CLASSES = {
     "other": "other linears",
 }
 """By name, in words, in the order of lists; "up" expands from the hidden size, "down" contracts to it."""
+ROUTED = frozenset({"expert_up", "expert_down"})
+"""The classes that are ever quantised."""
 
 _PATTERNS = (
     ("attention_out", r"self_attn\.(o_proj|dense|out_proj)$"),

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from moespeq_cli.profile.charts import BarChart, Heatmap, LineChart, MatrixChart
 from moespeq_cli.profile.colors import DIVERGING, REFERENCE, UNUSED, diverging, ink_on, series_style
+from runtime.artifacts.folder import require_writable
+from runtime.errors import InputError
 
-MARKER_CODES = {"circle": "o", "square": "s", "triangle": "^", "diamond": "D"}
+MARKER_CODES = {"circle": "o", "square": "s", "triangle": "^", "diamond": "D", "wedge": "v"}
+LEGEND_INSIDE = 5  # so many lines at most are named within the axes
 
 
 def available() -> bool:
     """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
+
+
+def require_file(path: Path) -> None:
+    """Fail before long work where a picture could not be drawn to `path`."""
+    if path.suffix != ".png" or path.is_dir():
+        raise InputError(expected="a PNG file for the picture", found=str(path), mend="name one, such as curve.png")
+    if not available():
+        raise InputError(
+            expected="matplotlib to draw a picture", found="none", mend="install it: pip install 'moespeq[report]'"
+        )
+    require_writable("the picture", path)
 
 
 def save_heatmap(chart: Heatmap, folder: Path) -> Path:
@@ -65,7 +80,8 @@ def save_lines(chart: LineChart, folder: Path) -> Path:
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.legend(frameon=False)
+    beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if len(chart.series) > LEGEND_INSIDE else {}
+    axes.legend(frameon=False, **beside)
     return _save(figure, folder, chart.name)
 
 
@@ -111,8 +127,9 @@ def save_matrices(charts: list[MatrixChart], folder: Path, name: str, title: str
         axes.set_xticks([])
         axes.set_yticks([])
     figure.suptitle(title, fontsize=11)
-    bar = figure.colorbar(image, ax=figure.axes, ticks=[-2, -1, 0, 1, 2], fraction=0.03)
-    bar.ax.set_yticklabels(["≤ 1/4×", "1/2×", "1×", "2×", "4×"])
+    labels = replace(charts[0], lift=[row for chart in charts for row in chart.lift]).bar_labels()
+    bar = figure.colorbar(image, ax=figure.axes, ticks=[power for power, _ in labels], fraction=0.03)
+    bar.ax.set_yticklabels([label for _, label in labels])
     return _save(figure, folder, name)
 
 

@@ -15,7 +15,8 @@ from moespeq_cli.profile.charts_sensitivity import (
     expert_heatmap,
     layer_bars,
 )
-from moespeq_cli.profile.modules import CLASSES, module_class
+from moespeq_cli.profile.modules import CLASSES, ROUTED, module_class
+from moespeq_cli.profile.pairs import strongest
 from moespeq_cli.profile.wording import (
     CACHE,
     COACTIVATION,
@@ -36,6 +37,7 @@ from moespeq_cli.profile.wording import (
 from runtime.artifacts.profile import Profile, Sensitivity
 
 LINEARS_SHOWN = 40
+SPECIALISTS_SHOWN = 15
 
 
 def page(profile: Profile, next_layer_tokens: int) -> str:
@@ -159,9 +161,10 @@ def _domains(profile: Profile) -> str:
 
 def _specialists(profile: Profile) -> str:
     found, names = domains.specialists(profile), profile.manifest.domain_names
-    shown = found[:15]
+    shown = found[:SPECIALISTS_SHOWN]
     total = len(profile.manifest.moe_layers) * profile.manifest.num_experts
-    words = SPECIALISTS.format(total=len(found), experts=total, shown=len(shown))
+    listed = f", the {len(shown)} most specialised:" if len(shown) < len(found) else ", the most specialised first:"
+    words = SPECIALISTS.format(total=len(found) or "none", experts=total, shown=listed if found else ".")
     head = ["layer", "expert", "domain", "of its use", *(f"of {name} tokens" for name in names)]
     rows = [
         [str(s.layer), str(s.expert), s.domain, percent(s.share), *(percent(s.rates[name]) for name in names)]
@@ -171,11 +174,12 @@ def _specialists(profile: Profile) -> str:
 
 
 def _matrices(profile: Profile) -> str:
+    charts = coactivation_charts(profile)
     figures = [
-        f"<figure><figcaption>layer {chart.layer}</figcaption>{svg.matrix_image(chart)}</figure>"
-        for chart in coactivation_charts(profile)
+        f"<figure><figcaption>layer {chart.layer}</figcaption>{svg.matrix_image(chart)}</figure>" for chart in charts
     ]
-    return f'<h3>All pairs</h3><p>{COACTIVATION}</p><div class="matrices">{"".join(figures)}</div>'
+    key = _figure(svg.matrix_key(charts), "")
+    return f'<h3>All pairs</h3><p>{COACTIVATION}</p>{key}<div class="matrices">{"".join(figures)}</div>'
 
 
 def _sensitivity(profile: Profile) -> str:
@@ -185,31 +189,43 @@ def _sensitivity(profile: Profile) -> str:
     classes, layers = class_bars(sensitivity), layer_bars(profile, sensitivity)
     heatmap = expert_heatmap(profile, sensitivity)
     rankings = domains.sensitive_rankings(profile)
-    orders = "; ".join(f"by {escape(n)} {', '.join(map(str, order))}" for n, order in rankings.items() if n != "all")
-    ranking = f"{', '.join(map(str, rankings['all']))} ({orders})"
     tokens = sum(sensitivity.figures.tokens.values())
+    ranking = ", ".join(map(str, rankings["all"]))
     return (
         f"<p>{SENSITIVITY.format(tokens=tokens)}</p>{_figure(svg.bars_svg(classes), classes.title)}"
         f"{_figure(svg.bars_svg(layers), layers.title)}<p>{SENSITIVE_LAYERS.format(ranking=ranking)}</p>"
-        f"{_figure(svg.heatmap_svg(heatmap), heatmap.title)}<p>{EXPERTS}</p>"
-        f"<h3>Linears</h3>{_linears(profile, sensitivity)}"
+        f"{_orders(rankings)}{_figure(svg.heatmap_svg(heatmap), heatmap.title)}<p>{EXPERTS}</p>"
+        f"{_linears(profile, sensitivity)}"
     )
 
 
+def _orders(rankings: dict[str, list[int]]) -> str:
+    """The layers in the order of each domain; nothing where there is but one."""
+    if len(rankings) < 3:
+        return ""
+    rows = [[str(place + 1), *map(str, layers)] for place, layers in enumerate(zip(*rankings.values(), strict=True))]
+    whole = table(["place", *(f"by {name}" for name in rankings)], rows)
+    return f"<details><summary>The order in each domain</summary>{whole}</details>"
+
+
 def _linears(profile: Profile, sensitivity: Sensitivity) -> str:
-    """Every linear, or the routed experts' of one projection in one layer together."""
+    """The most sensitive linears: of the routed experts, those of one projection in one layer together; and others."""
     names = profile.manifest.domain_names
     measured = [name for name in names if sensitivity.figures.tokens[name]]
-    rows = []
+    routed: list[list[str]] = []
+    others: list[list[str]] = []
     for place, name in enumerate(sensitivity.figures.linears):
         channels = sensitivity.channels[name].flatten()
         worst = float(channels.max()) / (float(channels.double().sum()) or 1.0)
         by_domain = [f"{float(sensitivity.domains[place, names.index(n)]):.3e}" for n in measured]
-        rows.append([name, CLASSES[module_class(name)], f"{sensitivity.total(name):.3e}", *by_domain, percent(worst)])
-    rows.sort(key=lambda row: -float(row[2]))
+        kind = module_class(name)
+        row = [name, CLASSES[kind], f"{sensitivity.total(name):.3e}", *by_domain, percent(worst)]
+        (routed if kind in ROUTED else others).append(row)
     head = ["linear", "class", "all", *measured, "most in one channel"]
-    return table(head, rows[:LINEARS_SHOWN]) + (
-        f"<p>The {LINEARS_SHOWN} most sensitive of {len(rows)}.</p>" if len(rows) > LINEARS_SHOWN else ""
+    return "".join(
+        f"<h3>{heading}</h3>{table(head, sorted(rows, key=lambda row: -float(row[2]))[:LINEARS_SHOWN])}"
+        + (f"<p>The {LINEARS_SHOWN} most sensitive of {len(rows)}.</p>" if len(rows) > LINEARS_SHOWN else "")
+        for heading, rows in (("Linears of the routed experts", routed), ("All other linears", others))
     )
 
 
@@ -256,20 +272,9 @@ def _numbers(chart: LineChart) -> str:
 
 def _pairs(profile: Profile) -> str:
     """Of each layer, the pair of experts that meets most often compared with chance."""
-    manifest = profile.manifest
-    tokens = sum(manifest.domains.values())
-    rows = []
-    for row, layer in enumerate(manifest.moe_layers):
-        together = profile.tensors["coactivation"][row].double()
-        alone = together.diagonal()
-        expected = alone[:, None] * alone[None, :] / max(tokens, 1)
-        lift = (together / expected.clamp(min=1)).triu(1)
-        lift[together < tokens / 200] = 0  # pairs too rare to say anything about
-        first, second = divmod(int(lift.argmax()), manifest.num_experts)
-        if float(lift.max()) > 0:
-            share = percent(float(together[first, second]) / tokens)
-            rows.append([str(layer), f"{first} and {second}", share, f"{float(lift[first, second]):.2f} ×"])
-    return f"<p>{PAIRS}</p>" + table(["layer", "experts", "of all tokens", "against independent choice"], rows)
+    found = [pair for row in range(len(profile.manifest.moe_layers)) if (pair := strongest(profile, row))]
+    rows = [[str(p.layer), f"{p.first} and {p.second}", percent(p.share), f"{p.lift:.2f} ×"] for p in found]
+    return f"<p>{PAIRS}</p>" + table(["layer", "experts", "of all tokens", "against chance"], rows)
 
 
 def _settings(profile: Profile) -> str:

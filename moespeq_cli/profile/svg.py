@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from html import escape
 
 from moespeq_cli.profile.charts import BarChart, Heatmap, LineChart, MatrixChart
@@ -10,8 +11,11 @@ from moespeq_cli.profile.colors import REFERENCE, UNUSED, diverging, ink_on, ser
 from moespeq_cli.profile.png import data_uri
 
 LEFT, TOP = 56.0, 30.0
+BAR_STEP = 50.0  # between the powers of two on a scale of colours
 GRID_WIDTH = 840.0  # the cells of a heatmap fill at most this
-PLOT_LEFT, PLOT_WIDTH, PLOT_HEIGHT = 60.0, 640.0, 250.0
+PLOT_LEFT, PLOT_WIDTH, PLOT_HEIGHT = 68.0, 640.0, 250.0
+LEAST_SCALE = 0.8  # of a picture's size, on a narrow page, below which it is scrolled: its letters stay legible
+MATRIX_WIDTH = 180  # pixels at most, unless a pair of experts has but one
 
 
 def heatmap_svg(chart: Heatmap) -> str:
@@ -34,8 +38,8 @@ def heatmap_svg(chart: Heatmap) -> str:
             amount = f"{chart.counts[row][expert]} {chart.unit}"
             tip = f"layer {layer}, expert {expert}: {amount}, {ratio:.2f} × {chart.balance}"
             parts.append(_cell(box, ratio, chart.limit, tip))
-    parts.append(_color_bar(LEFT, TOP + grid_high + 16, chart))
-    return _svg(max(width, LEFT + 92 * chart.limit + 140), TOP + grid_high + 54, chart.alt, parts)
+    parts.append(_color_bar(LEFT, TOP + grid_high + 16, chart, "never used"))
+    return _svg(max(width, LEFT + 2 * BAR_STEP * chart.limit + 140), TOP + grid_high + 54, chart.alt, parts)
 
 
 def _cell(box: tuple[float, float, float, float], ratio: float, limit: float, tip: str) -> str:
@@ -51,9 +55,9 @@ def _cell(box: tuple[float, float, float, float], ratio: float, limit: float, ti
     return f"<g><title>{escape(tip)}</title>{cell}</g>"
 
 
-def _color_bar(x: float, y: float, chart: Heatmap) -> str:
+def _color_bar(x: float, y: float, chart: Heatmap | MatrixChart, grey: str) -> str:
     labels = chart.bar_labels()
-    steps, wide = 64, 46.0 * (len(labels) - 1)
+    steps, wide = 64, BAR_STEP * (len(labels) - 1)
     parts = [
         f'<rect x="{x + wide * i / steps:.2f}" y="{y}" width="{wide / steps + 0.3:.2f}" height="10" '
         f'fill="{diverging(2 * (i + 0.5) / steps - 1)}"/>'
@@ -62,7 +66,7 @@ def _color_bar(x: float, y: float, chart: Heatmap) -> str:
     parts = [f'<g shape-rendering="crispEdges">{"".join(parts)}</g>']
     parts += [_text(x + wide * (power / chart.limit + 1) / 2, y + 24, label, "middle") for power, label in labels]
     parts.append(f'<rect x="{x + wide + 40}" y="{y}" width="14" height="10" fill="{UNUSED}"/>')
-    parts.append(_text(x + wide + 60, y + 9.5, "never used", "start"))
+    parts.append(_text(x + wide + 60, y + 9.5, grey, "start"))
     return "".join(parts)
 
 
@@ -85,7 +89,8 @@ def lines_svg(chart: LineChart) -> str:
     parts.append(_legend(chart))
     names = [*chart.series, chart.reference_label]
     width = PLOT_LEFT + PLOT_WIDTH + 50 + 7.2 * max(len(name) for name in names)
-    return _svg(width, TOP + PLOT_HEIGHT + 48, chart.alt, parts)
+    lines = len(names) + 1
+    return _svg(width, max(TOP + PLOT_HEIGHT + 48, TOP + 20 * lines), chart.alt, parts)
 
 
 def bars_svg(chart: BarChart) -> str:
@@ -126,12 +131,22 @@ def _hatches() -> str:
 
 
 def matrix_image(chart: MatrixChart) -> str:
-    """An image of one pixel a pair of experts, enlarged by the page."""
+    """An image of one pixel a pair of experts, enlarged by the page; a whole number of times, so that all are alike."""
     colors = [
         [UNUSED if lift is None else diverging(-1.0 if lift <= 0 else math.log2(lift) / chart.limit) for lift in row]
         for row in chart.lift
     ]
-    return f'<img src="{data_uri(colors)}" alt="{escape(chart.alt)}" width="{len(colors)}" height="{len(colors)}">'
+    side = len(colors) * max(1, MATRIX_WIDTH // len(colors))
+    return f'<img src="{data_uri(colors)}" alt="{escape(chart.alt)}" width="{side}" height="{side}">'
+
+
+def matrix_key(charts: list[MatrixChart]) -> str:
+    """What the colours of matrices mean, for all of them."""
+    every = replace(charts[0], lift=[row for chart in charts for row in chart.lift])
+    alt = "Scale of colours: how often two experts are chosen together, from blue, less than chance, to orange, more."
+    grey = "the same expert, or one never used"
+    width = LEFT + 2 * BAR_STEP * every.limit + 70 + 7.2 * len(grey)
+    return _svg(width, 34, alt, [_color_bar(LEFT, 4, every, grey)])
 
 
 class _Scale:
@@ -195,6 +210,7 @@ def _marker(kind: str, x: float, y: float, color: str) -> str:
         "circle": f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>',
         "square": f'<rect x="{x - 3.6:.1f}" y="{y - 3.6:.1f}" width="7.2" height="7.2" fill="{color}"/>',
         "triangle": f'<path d="M{x:.1f} {y - 5:.1f}l4.6 8.4h-9.2z" fill="{color}"/>',
+        "wedge": f'<path d="M{x:.1f} {y + 5:.1f}l4.6 -8.4h-9.2z" fill="{color}"/>',
         "diamond": f'<path d="M{x:.1f} {y - 5.2:.1f}l5.2 5.2l-5.2 5.2l-5.2 -5.2z" fill="{color}"/>',
     }
     return shapes[kind]
@@ -212,6 +228,7 @@ def _text(x: float, y: float, text: str, anchor: str, color: str = "") -> str:
 
 def _svg(width: float, height: float, alt: str, parts: list[str]) -> str:
     return (
-        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" role="img" '
+        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" '
+        f'style="min-width:{LEAST_SCALE * width:.0f}px" role="img" '
         f'aria-label="{escape(alt)}">{"".join(parts)}</svg>'
     )

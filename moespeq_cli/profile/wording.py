@@ -31,7 +31,7 @@ th[aria-sort=ascending] button::after { content: " \\2191" }
 th[aria-sort=descending] button::after { content: " \\2193" }
 .matrices { display: flex; flex-wrap: wrap; gap: 1rem }
 .matrices figure { margin: 0 }
-.matrices img { width: 148px; height: 148px; image-rendering: pixelated; border: 1px solid var(--line) }
+.matrices img { display: block; image-rendering: pixelated; outline: 1px solid var(--line) }
 nav a { color: inherit; margin-right: 1rem; white-space: nowrap }
 code { font-size: .92em; white-space: nowrap }
 """
@@ -92,13 +92,13 @@ a text comes back to its experts sooner than chance; below it, at the right, are
 """
 
 PAIRS = """
-Of each layer the pair that meets most often compared with chance, among pairs on at least 0.5 % of the tokens.
+Of each layer the pair that meets most often compared with chance, among pairs on at least 0.5&nbsp;% of the tokens.
 <code>moespeq pack --profile</code> puts such experts into different shards, so that drives read them in parallel.
 """
 
 ENTROPY = """
-100 % is an even use of all experts of the layer. The lower, the fewer experts do the work, and the more a small cache
-holds of it.
+100&nbsp;% is an even use of all experts of the layer. The lower, the fewer experts do the work, and the more a small
+cache holds of it.
 """
 
 LOAD = """
@@ -123,12 +123,13 @@ of the column's uses that these serve. The diagonal is a domain served by its ow
 
 SPECIALISTS = """
 Experts of which one domain makes two thirds of the use or more, all domains taken as equally long, and that
-serve at least 1 % of its tokens. {total} of {experts} experts are; the {shown} most specialised:
+serve at least 1&nbsp;% of its tokens: {total} of {experts}{shown}
 """
 
 COACTIVATION = """
-Each picture is a layer, expert by expert. Orange pairs are chosen together more often than chance has it, up to 4
-times, blue ones less; grey is the diagonal. Packs put orange pairs into different shards.
+Each picture is a layer, expert by expert from the top left. Orange pairs are chosen together more often than chance has
+it, blue ones less. Chance is a choice of different experts by nothing but how much each is used. Packs put orange pairs
+into different shards.
 """
 
 SENSITIVITY = """

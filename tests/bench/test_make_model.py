@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from moespeq_cli.app import app, main
 from moespeq_cli.bench.synthetic import folder, models
+from moespeq_cli.bench.synthetic import tensors as drawing
 from moespeq_cli.bench.synthetic.architecture import Architecture
 from moespeq_cli.bench.synthetic.figures import RoutingFigures, measure_routing, rounded
 from moespeq_cli.bench.synthetic.models import MODELS, SPECIAL_IDS, TEXT_IDS, make_config
@@ -62,6 +63,26 @@ LAYERS = {name: 3 if name == "deepseek-v2-lite" else 2 for name in GEOMETRIES}
 
 def narrow(geometry: str, num_layers: int | None = None) -> Any:
     return make_config(geometry, num_layers or LAYERS[geometry], **NARROW[geometry])
+
+
+def test_weights_are_drawn_in_float32_and_reach_as_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older torch ends BF16 draws on a CPU at 3.3 deviations, and a group's largest weight decides its scale."""
+    drawn = torch.Tensor.normal_
+
+    def refuse_bf16(values: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        assert values.dtype == torch.float32
+        return drawn(values, *arguments, **options)
+
+    monkeypatch.setattr(torch.Tensor, "normal_", refuse_bf16)
+    config = make_config("qwen1.5-moe", num_hidden_layers=1, **NARROW["qwen1.5-moe"])
+    whole = dict(build_tensors(config))
+    monkeypatch.setattr(drawing, "DRAWN", 8208)  # several parts a tensor, the last one shorter
+    parts = dict(build_tensors(config))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    experts = torch.stack([value for name, value in whole.items() if ".experts." in name and "gate_proj" in name])
+    values = experts[..., 2:].double()  # all but the anchors
+    assert 4.5 < float(values.abs().max() / values.std()) < 6.5
+    assert float((values**4).mean() / values.var() ** 2) == pytest.approx(3, abs=0.05)
 
 
 @pytest.fixture(scope="module")

@@ -89,6 +89,21 @@ def test_models_and_deployment_profiles(artifacts: Path, tmp_path: Path, moespeq
     assert moespeq("inspect", place).status == 1
 
 
+def test_a_profile_that_comes_along_has_a_name(
+    moespeq: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `run --config h200`; a folder of that name goes first, and names are not paths."""
+    found = moespeq("inspect", "h200")
+    assert found.status == 0 and "verify_window = 3" in found.stdout and "layers measured" in found.stdout
+    assert "fused_kernel = block_dim 0, " in found.stdout
+    assert moespeq("inspect", "h200.yaml").stdout == found.stdout
+    assert moespeq("inspect", tmp_path / "h200").status == 1
+    monkeypatch.chdir(tmp_path)
+    Path("h200").mkdir()
+    shadowed = moespeq("inspect", "h200")
+    assert shadowed.status == 1 and "neither manifest.json nor config.json" in shadowed.stderr
+
+
 def test_what_is_no_artifact_is_refused_with_a_reason(artifacts: Path, tmp_path: Path, moespeq: Command) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").write_text("words")

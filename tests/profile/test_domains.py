@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moespeq_cli.profile import domains
-from moespeq_cli.profile.charts_sensitivity import coactivation_charts, divergence_chart
+from moespeq_cli.profile.charts_sensitivity import divergence_chart
 from runtime.artifacts.profile import Profile
 from tests.profile.recorded import LAYERS, NUM_EXPERTS, save_recorded
 
@@ -72,20 +72,6 @@ def test_serving_counts_what_the_held_experts_serve(profile: Profile) -> None:
                 assert float(matrix[row, column]) == pytest.approx(served)
     assert (matrix.diagonal() >= matrix[:2].amax(0) - 1e-12).all()
     assert torch.allclose(domains.serving(profile, 1.0)[1], torch.ones(3, 2).double())
-
-
-def test_lift_is_one_for_independent_choice_and_grey_on_the_diagonal(profile: Profile) -> None:
-    tokens = sum(profile.manifest.domains.values())
-    alone = torch.full((NUM_EXPERTS,), tokens // 2)
-    together = torch.full((NUM_EXPERTS, NUM_EXPERTS), tokens / 4)
-    together[0, 1] = together[1, 0] = tokens / 2
-    together.fill_diagonal_(0)
-    matrix = (together + torch.diag(alone.double())).round().long()
-    made = Profile(profile.folder, profile.manifest, {**profile.tensors, "coactivation": matrix[None].repeat(3, 1, 1)})
-    chart = coactivation_charts(made)[1]
-    assert chart.layer == LAYERS[1] and all(chart.lift[n][n] is None for n in range(NUM_EXPERTS))
-    assert chart.lift[2][5] == pytest.approx(1.0, abs=0.02) and chart.lift[0][1] == pytest.approx(2.0, abs=0.02)
-    assert "Strongest pair: 0 and 1, 2.00 times chance, on 50.0 %" in chart.alt
 
 
 def test_single_domain_has_nothing_to_compare(tmp_path: Path) -> None:

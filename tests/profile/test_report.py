@@ -6,13 +6,16 @@ import itertools
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from moespeq_cli.profile import charts, colors, pictures, report, svg
+from moespeq_cli.profile import charts, colors, domains, pictures, report, svg
 from moespeq_cli.profile.build import build
 from runtime.artifacts.profile import Profile
 from tests.profile.test_artifact import job_of
@@ -49,7 +52,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def profile(model: Path, quantized: Path, tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    job = replace(job_of(model, quantized, sensitivity_tokens=40), probe_tokens=40)
+    job = replace(job_of(model, quantized, sensitivity_tokens=60), probe_tokens=40)
     return build(job, tmp_path_factory.mktemp("report") / "profile")
 
 
@@ -72,7 +75,7 @@ def test_the_page_refers_to_nothing_outside_itself(profile: Profile) -> None:
 def test_every_picture_is_described_and_well_formed(profile: Profile) -> None:
     text = (profile.folder / "report.html").read_text(encoding="utf-8")
     found = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
-    assert len(found) == 2 + 2 + 1 + 4 + 1 + 3  # heatmaps, load, cache, agreement and reuse, domains, sensitivity
+    assert len(found) == 2 + 2 + 1 + 4 + 1 + 1 + 3  # heatmaps, load, cache, agreement, domains, pairs' key, sensitivity
     images = [value for tag, name, value in Page(text).attributes if (tag, name) == ("img", "alt")]
     assert len(images) == 3 and all("Strongest pair" in alt for alt in images)
     for picture in found:
@@ -135,6 +138,55 @@ def test_heatmaps_fit_the_page_at_every_size(layers: int, experts: int) -> None:
     assert all(right - left >= 12 for left, right in itertools.pairwise(labels))
 
 
+@pytest.mark.parametrize("highest", [8.0, 8.1])
+def test_the_end_of_a_scale_says_when_it_stands_for_more(highest: float) -> None:
+    heatmap = charts.Heatmap("h", "t", "a", (0,), [[highest, 0.01]], [[4, 1]], 3.0)
+    labels = dict(heatmap.bar_labels())
+    assert list(labels) == list(range(-3, 4)) and (labels[-3], labels[0]) == ("≤ 1/8×", "1×")
+    assert labels[3] == ("8×" if highest == 8 else "≥ 8×") and escape(labels[3]) in svg.heatmap_svg(heatmap)
+    matrix = charts.MatrixChart(0, "a", [[None, highest], [highest, None]], 3.0)
+    assert matrix.bar_labels() == heatmap.bar_labels()
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6))
+def test_an_axis_of_shares_holds_all_of_them_in_even_steps(values: list[float]) -> None:
+    chart = charts.LineChart("l", "t", "a", "x", "y", tuple(map(str, range(len(values)))), {"a": list(values)})
+    low, high = chart.y_range
+    assert low <= min(values) and max(values) <= high and (low == 0 or high == 1)
+    steps = {round(b - a, 6) for a, b in itertools.pairwise(chart.y_ticks)}
+    assert len(steps) == 1 and chart.y_ticks[0] == pytest.approx(low) and chart.y_ticks[-1] == pytest.approx(high)
+    assert 2 <= len(chart.y_ticks) <= 7
+    if min(values) >= 0.98:
+        assert high - low <= 0.03
+    if max(values) < 0.5:
+        assert high <= max(values) + 0.12
+
+
+def test_routed_experts_are_listed_where_other_linears_are_more_sensitive(profile: Profile) -> None:
+    """In a model of many layers attention alone fills a list of the most sensitive."""
+    sensitivity = profile.sensitivity()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "LINEARS_SHOWN", 2)
+        text = report.page(profile, 4096)
+    routed, others = re.findall(
+        r"<h3>(?:Linears of the routed experts|All other linears)</h3>(.*?</table>)", text, re.S
+    )
+    names = sorted(sensitivity.figures.linears, key=lambda name: -sensitivity.total(name))
+    for table, wanted in ((routed, True), (others, False)):
+        first = [name for name in names if (".experts." in name) is wanted][:2]
+        assert re.findall(r"<tr><td>([^<]*)", table) == first
+
+
+def test_every_domains_order_of_layers_is_told(profile: Profile) -> None:
+    text = report.page(profile, 4096)
+    table = re.search(r"The order in each domain</summary>(.*?)</details>", text, re.DOTALL)
+    assert table is not None
+    rows = re.findall(r"<tr>((?:<td>[^<]*</td>)+)</tr>", table[1])
+    columns = list(zip(*(re.findall(r"<td>([^<]*)", row) for row in rows), strict=True))
+    rankings = domains.sensitive_rankings(profile)
+    assert [list(map(int, column)) for column in columns] == [[1, 2, 3], *rankings.values()]
+
+
 def test_diverging_colours_are_pale_in_the_middle_and_dark_at_both_ends() -> None:
     assert colors.diverging(0) == "#f7f7f7" and colors.ink_on(colors.diverging(0)) == "#000000"
     assert colors.diverging(-9) == colors.DIVERGING[0] and colors.diverging(9) == colors.DIVERGING[-1]
@@ -159,10 +211,24 @@ def test_without_matplotlib_the_page_is_all_there(
     monkeypatch.setattr(pictures, "available", lambda: False)
     made = build(job_of(model, None), tmp_path / "profile")
     assert not list(made.folder.glob("*.png"))
-    assert (made.folder / "report.html").read_text(encoding="utf-8").count("<svg") == 2 + 2 + 1 + 2 + 1
+    assert (made.folder / "report.html").read_text(encoding="utf-8").count("<svg") == 2 + 2 + 1 + 2 + 1 + 1
     assert Profile.open(made.folder).manifest.draft is None
 
 
 def test_file_names_of_domains_are_plain_and_different() -> None:
     assert charts.slug("Maths & more/..", 0) == "0-maths---more"
     assert charts.slug("散文", 1) == "1"
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(0, "none of 24."), (15, "15 of 24, the most specialised first:"), (16, "16 of 24, the 15 most specialised:")],
+)
+def test_specialists_are_counted_in_words_that_fit(
+    profile: Profile, number: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [domains.Specialist(1, place, "code", 0.9, {"code": 0.3, "prose": 0.01}) for place in range(number)]
+    monkeypatch.setattr(domains, "specialists", lambda _: found)
+    text = report.page(profile, 4096)
+    assert f"of its tokens: {words}" in text
+    assert text.count("<td>code</td><td>90.0 %</td>") == min(number, 15)
