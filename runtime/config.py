@@ -37,7 +37,8 @@ class RunSettings:
         alpha, beta, gamma: weights of heat, size and transfer time of `priority`.
         expert_cache_size: such as "12GB" or "25%" of all expert bytes; None takes what memory allows.
         max_parallel_transfers: reads in flight.
-        fetch_rows: rows of the window that are fetched ahead; None means all of it.
+        fetch_rows: rows of the window that are fetched ahead, no more than have slots side by side and one; None
+            means all of these.
         speculate: whether the draft is loaded at all.
         dtype: `auto` (as stored), `bfloat16`, `float16` or `float32`.
         threads: of the arithmetic; 0 chooses.

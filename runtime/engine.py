@@ -146,7 +146,7 @@ class BaseEngine(ABC):
             max_new_tokens=room,
             stop_ids=request.stop_ids,
             prefetch_window=settings.prefetch_window if draft is not None else 0,
-            fetch_rows=0 if settings.prefetch == "none" else settings.fetch_rows,
+            fetch_rows=0 if settings.prefetch == "none" else self._fetch_rows(),
             max_rows=self.max_rows,
         )
         started = time.perf_counter()
@@ -157,6 +157,11 @@ class BaseEngine(ABC):
         finally:
             self.stats.total_s += time.perf_counter() - started
             cache.rest()
+
+    def _fetch_rows(self) -> int:
+        """Rows to fetch ahead: as set, but no more than have slots side by side, and the next one."""
+        most = 1 + self.plan.num_slots // (len(self.spec.moe_layers) * self.spec.top_k)
+        return most if self.settings.fetch_rows is None else min(self.settings.fetch_rows, most)
 
     def _begin(self, request: Request) -> int:
         """Check a request and start its KV cache; returns how many tokens may be generated."""

@@ -282,9 +282,10 @@ class RowsTarget:
         """
         held, started, looks = self._held, None, 0
         while not come():
+            if held is not None:
+                held.check()  # an expert that will not come is not awaited any more, but by the pass
             if held is not None and not held.complete:
                 started = started or time.perf_counter()
-                held.check()
             elif started is not None:
                 self._cache.stats.wait_s += time.perf_counter() - started
                 started = None

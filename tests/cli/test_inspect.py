@@ -94,7 +94,7 @@ def test_a_profile_that_comes_along_has_a_name(
 ) -> None:
     """As in `run --config h200`; a folder of that name goes first, and names are not paths."""
     found = moespeq("inspect", "h200")
-    assert found.status == 0 and "verify_window = 3" in found.stdout and "layers measured" in found.stdout
+    assert found.status == 0 and "verify_window = 7" in found.stdout and "layers measured" in found.stdout
     assert "fused_kernel = block_dim 0, " in found.stdout
     assert moespeq("inspect", "h200.yaml").stdout == found.stdout
     assert moespeq("inspect", tmp_path / "h200").status == 1
