@@ -275,6 +275,7 @@ class Cuda:
     def let_go(self) -> None:
         """See `Accelerator`."""
         torch.cuda.synchronize(self.device)  # an interrupt may have left one running
+        torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for every stream that ever had a product
         self._anchor, self._memory = None, torch.cuda.graph_pool_handle()
 
     def start_copy(self, to: Tensor, source: Tensor, urgent: bool) -> Landing:
