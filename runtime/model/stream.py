@@ -209,7 +209,7 @@ class _Catcher(nn.Module):
 
 
 class LayerStream:
-    """A model of which one decoder layer at a time is in memory, with the head where it is wanted.
+    """A model of which one decoder layer at a time is in memory, with the head from when it is first used.
 
     Attributes:
         device: where the layers, the norm and the head are and compute. Hidden states come and go in the CPU's memory.
@@ -221,10 +221,9 @@ class LayerStream:
         checkpoint: Checkpoint,
         spec: MoeSpec,
         dtype: torch.dtype = torch.float32,
-        head: bool = True,
         device: torch.device = CPU,
     ) -> None:
-        """Build the model; of its weights, only the final norm and the head are read, for `logits`, if `head`."""
+        """Build the model; none of its weights are read yet."""
         heap.share_one()
         self.checkpoint = checkpoint
         self.spec = spec
@@ -237,12 +236,7 @@ class LayerStream:
         loader.move_buffers(self._model, device)
         self._layers = loader.decoder_layers(self._model)
         self._arguments: list[list[dict[str, Any]]] = []
-        self._tied = head and bool(getattr(self._model.config, "tie_word_embeddings", False))
-        if self._tied:
-            self._load("model.embed_tokens")
-            self._model.lm_head.weight = self._model.model.embed_tokens.weight
-        for prefix in ("model.norm", *(() if self._tied else ("lm_head",))) if head else ():
-            self._load(prefix)
+        self._tied = bool(getattr(self._model.config, "tie_word_embeddings", False))
 
     def _load(self, prefix: str) -> None:
         module = self._model.get_submodule(prefix)
@@ -250,6 +244,28 @@ class LayerStream:
 
     def _read(self, name: str) -> Tensor:
         return self.checkpoint.read(name).to(self.device)
+
+    def _load_embedding(self) -> None:
+        if self._tied and not self._model.lm_head.weight.is_meta:
+            self._model.model.embed_tokens.weight = self._model.lm_head.weight
+        else:
+            self._load("model.embed_tokens")
+
+    def _load_head(self) -> None:
+        """Read the final norm and the head, unless they are there."""
+        if self._model.lm_head.weight.is_meta:
+            self._load("model.norm")
+            if self._tied:
+                self._load("model.embed_tokens")
+                self._model.lm_head.weight = self._model.model.embed_tokens.weight
+                loader.drop_module(self._model.model.embed_tokens)
+            else:
+                self._load("lm_head")
+
+    def drop_head(self) -> None:
+        """Give the memory of the head back; it is read again when it is used again."""
+        for module in (self._model.model.norm, self._model.lm_head):
+            loader.drop_module(module)
 
     def arguments(self, sequence: int, layer_id: int) -> dict[str, Any]:
         """With what the model calls a layer for one sequence: masks, positions, rotary tables."""
@@ -267,8 +283,7 @@ class LayerStream:
         """
         self._arguments = [[] for _ in input_ids]
         hidden = []
-        if not self._tied:
-            self._load("model.embed_tokens")
+        self._load_embedding()
         real = self._model.model.layers
         norm, self._model.model.norm = self._model.model.norm, nn.Identity()
         try:
@@ -279,8 +294,7 @@ class LayerStream:
         finally:
             self._model.model.layers = real
             self._model.model.norm = norm
-            if not self._tied:
-                loader.drop_module(self._model.model.embed_tokens)
+            loader.drop_module(self._model.model.embed_tokens)
         return hidden
 
     def layers(self, order: Iterable[int] | None = None) -> Iterator[StreamedLayer]:
@@ -304,6 +318,7 @@ class LayerStream:
 
     def normed(self, hidden: Tensor) -> Tensor:
         """[T, H] after the last layer to [T, H], the input of the head; with gradients where they are enabled."""
+        self._load_head()
         normed: Tensor = self._model.model.norm(hidden[None].to(self.device))[0]
         return normed
 
@@ -314,6 +329,7 @@ class LayerStream:
             normed: the input of the head.
             weight: [vocab_size, H] in place of the model's own.
         """
+        self._load_head()
         head = self._model.lm_head
         logits: Tensor = head(normed) if weight is None else nn.functional.linear(normed, weight, head.bias)
         return logits if self.logits_scale == 1 else logits / self.logits_scale
@@ -326,5 +342,6 @@ class LayerStream:
     @property
     def head_weight(self) -> Tensor:
         """[vocab_size, H]."""
+        self._load_head()
         weight: Tensor = self._model.lm_head.weight
         return weight
