@@ -178,7 +178,11 @@ class StreamedLayer:
         if one.gate_bias is not None and one.up_bias is not None:
             bias = torch.cat([one.gate_bias, one.up_bias]).to(dtype)
         down_bias = None if one.down_bias is None else one.down_bias.to(dtype)
-        return torch.cat([one.gate_proj, one.up_proj]).to(dtype), one.down_proj.to(dtype), bias, down_bias
+        inner, hidden = one.gate_proj.shape
+        gate_up = torch.empty(2 * inner, hidden, dtype=dtype, device=one.gate_proj.device)
+        gate_up[:inner] = one.gate_proj  # into place: a copy that is freed between copies that stay leaves a hole
+        gate_up[inner:] = one.up_proj
+        return gate_up, one.down_proj.to(dtype), bias, down_bias
 
 
 def equal_lengths(lengths: Sequence[int]) -> list[range]:
