@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -107,19 +108,6 @@ def estimate_quantize(
     return Estimate(peak, disk_bytes, read, layers * work / operations_per_s())
 
 
-def estimate_profile(
-    checkpoint: Checkpoint, spec: MoeSpec, tokens: int, activation_bytes: int, disk_bytes: int, passes: int
-) -> Estimate:
-    """Routing of so many tokens: `passes` is 1 for the target, 2 with a draft."""
-    sizes = LayerSizes.of(checkpoint, spec)
-    layer = 4 * (sizes.expert_weights * 5 // 3 + sizes.dense_weights)  # gate and up once more, side by side
-    peak = PROCESS_BYTES + int(SLACK * (layer + activation_bytes + 4 * sizes.embedding_weights))
-    work = passes * len(spec.moe_layers) * forward_operations(spec, sizes, tokens)
-    work += passes * 2 * tokens * sizes.embedding_weights  # the head
-    read = sizes.stored_bytes + (passes - 1) * len(spec.moe_layers) * sizes.expert_bytes // 4
-    return Estimate(peak, disk_bytes, read, work / operations_per_s())
-
-
 def estimate_pack(checkpoint: Checkpoint, spec: MoeSpec, total_bytes: int, draft_bytes: int, encoded: bool) -> Estimate:
     """One record an expert, read once, checked, written, and hashed twice."""
     sizes = LayerSizes.of(checkpoint, spec)
@@ -137,21 +125,22 @@ def forward_operations(spec: MoeSpec, sizes: LayerSizes, tokens: int) -> float:
     return 2.0 * tokens * (spec.top_k * spec.expert_parameters + sizes.dense_weights)
 
 
-def operations_per_s() -> float:
-    """Float32 operations a second of a product of the shape that a layer's experts have, with all threads."""
+def operations_per_s(tokens: int = 64) -> float:
+    """Float32 operations a second of the products of an expert with so many tokens, its weights not in any cache."""
     import torch
 
-    rows, columns = torch.rand(64, 2048), torch.rand(2048, 2048)
-    return 2 * rows.numel() * 2048 * _repeats_per_s(lambda: rows @ columns)
+    rows, experts = torch.rand(tokens, 2048), torch.rand(8, 2048, 2048)
+    return 2 * tokens * experts.numel() * repeats_per_s(lambda: [rows @ weights for weights in experts])
 
 
 def hashed_bytes_per_s() -> float:
     """Bytes that a core reads and hashes a second."""
     data = bytes(8 << 20)
-    return len(data) * _repeats_per_s(lambda: hashlib.sha256(data).digest())
+    return len(data) * repeats_per_s(lambda: hashlib.sha256(data).digest())
 
 
-def _repeats_per_s(work: Any) -> float:
+def repeats_per_s(work: Callable[[], Any]) -> float:
+    """How often a second something can be done, from doing it for a short time."""
     work()
     started, count = time.perf_counter(), 0
     while time.perf_counter() - started < PROBE_S:
