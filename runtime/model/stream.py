@@ -79,6 +79,8 @@ class StreamedLayer:
     def experts(self, weights: LayerExperts | None) -> None:
         self._experts = None if weights is None else weights.to(self._stream.device)
         self._ready.clear()
+        if weights is None:
+            heap.give_back()
 
     def forward(self, hidden: list[Tensor], observe: Observer | None = None) -> list[Tensor]:
         """Run every sequence through the layer.
@@ -141,10 +143,10 @@ class StreamedLayer:
 
     def drop(self) -> None:
         """Give the layer's memory back. The model keeps its module, so nothing large may hang on that."""
-        self.experts = None
         if self._fused is not None:
             self._fused.compute = None  # knows this layer, and what observed it
         loader.drop_module(self.module)
+        self.experts = None
 
     def _compute(self, batch: range, traces: list[LayerTrace] | None) -> Compute:
         """The experts for sequences of one length; what they are given goes to `traces`."""
@@ -313,7 +315,6 @@ class LayerStream:
             layer = StreamedLayer(self, layer_id, module)
             yield layer
             layer.drop()
-            heap.give_back()
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
