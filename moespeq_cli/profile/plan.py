@@ -24,7 +24,7 @@ from runtime.threads import set_threads
 SLACK = 1.15  # what the allocator keeps, and temporaries of single operations; docs/benchmarks compares
 STARTUP_S = 5.0  # imports, texts, pictures
 BLOCK_ROWS = 256
-FEW, MANY = 16, 64
+MOST_ROWS = 256  # of a product that is timed; more are no faster each
 
 
 class ProfilePlan:
@@ -72,10 +72,18 @@ class ProfilePlan:
 
     def _forward_bytes(self, item: int) -> int:
         """What a layer computes for the batches that are under way."""
-        batches = equal_lengths(self.lengths)
-        largest = max(len(batch) * self.lengths[batch.start] for batch in batches)
+        batches = self._batches()
         workers = min(len(batches), set_threads(0, self.spec.expert_parameters * item))
-        return workers * item * largest * self._features(self.spec.hidden_size)
+        return workers * item * max(batches) * self._features(self.spec.hidden_size)
+
+    def _batches(self) -> list[int]:
+        """Tokens of those that go forward together."""
+        return [len(batch) * self.lengths[batch.start] for batch in equal_lengths(self.lengths)]
+
+    def _rows(self, tokens: list[int]) -> int:
+        """How many of the tokens that go together an expert has to do with."""
+        mean = sum(tokens) / max(len(tokens), 1)
+        return min(MOST_ROWS, math.ceil(mean * self.spec.top_k / self.spec.num_experts)) or 1
 
     def _features(self, routed: int) -> int:
         """Numbers a token that a layer makes: `routed` in each of its experts, outputs of other linears, states."""
@@ -119,7 +127,7 @@ class ProfilePlan:
         """On this machine as it is now."""
         spec, sizes = self.spec, self.sizes
         layers = len(spec.moe_layers)
-        few, many = estimate.operations_per_s(FEW), estimate.operations_per_s(MANY)
+        many, few = (estimate.operations_per_s(self._rows(lengths)) for lengths in (self._batches(), self.backward))
         load = layers * spec.num_experts
         total = STARTUP_S + load * self._load_s() * (1 + bool(self.backward) + bool(self.probed))
 
