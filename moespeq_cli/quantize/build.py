@@ -266,6 +266,7 @@ def _quantize_layers(
                 work.out, shards.layer_file(layer_id), result.tensors, journal, _step(layer_id), keep_states, **rows
             )
             say(_layer_line(layer_id, linears))
+            del result, plain  # a layer's packed tensors, before the next layer comes
         else:
             keep_states()
             journal.mark(_step(layer_id), {})

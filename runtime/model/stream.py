@@ -140,6 +140,7 @@ class StreamedLayer:
     def forget_copies(self) -> None:
         """Give back the copies of the experts in the arithmetic's type; a next pass makes them again."""
         self._ready.clear()
+        heap.give_back()
 
     def drop(self) -> None:
         """Give the layer's memory back. The model keeps its module, so nothing large may hang on that."""
