@@ -20,6 +20,7 @@ from runtime.model.families import MoeSpec, dense_names
 PROCESS_BYTES = 500_000_000  # Python with torch and transformers
 SLACK = 1.25  # what the allocator keeps, and temporaries of single operations, measured on a layer of Qwen1.5-MoE
 RESIDUAL_WEIGHTS_PER_S = 4.5e6  # encoded by a core, docs/benchmarks
+WRITTEN_BYTES_PER_S = 250e6  # by a disk, beside reading; 35 GB took 318 s of which 160 were hashing
 PROBE_S = 0.3
 
 
@@ -114,7 +115,7 @@ def estimate_pack(checkpoint: Checkpoint, spec: MoeSpec, total_bytes: int, draft
     record = sizes.expert_bytes // spec.num_experts
     peak = PROCESS_BYTES + int(SLACK * 8 * record) + (64 << 20)
     read = sizes.stored_bytes + 2 * draft_bytes + total_bytes  # the drafts' checksums first, the shards' last
-    seconds = 3 * total_bytes / hashed_bytes_per_s()
+    seconds = 3 * total_bytes / hashed_bytes_per_s() + total_bytes / WRITTEN_BYTES_PER_S
     if encoded:
         seconds += spec.num_records * spec.expert_parameters / RESIDUAL_WEIGHTS_PER_S
     return Estimate(peak, total_bytes, read, seconds)
