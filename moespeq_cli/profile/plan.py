@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -163,15 +160,15 @@ class ProfilePlan:
         scores, weights = Scores(1, torch.device("cpu")), torch.rand(BLOCK_ROWS, spec.hidden_size)
         scores.open("", BLOCK_ROWS)
         outputs, inputs = torch.rand(8, BLOCK_ROWS), torch.rand(8, spec.hidden_size)
-        rounding = 1 / estimate.repeats_per_s(lambda: rounding_error(weights))
-        counting = 1 / estimate.repeats_per_s(lambda: scores.add("", 0, outputs.T @ inputs, weights))
+        rounding = estimate.seconds_each(lambda _: rounding_error(weights))
+        counting = estimate.seconds_each(lambda _: scores.add("", 0, outputs.T @ inputs, weights))
         return (rounded * rounding + counted * counting) / weights.numel()
 
     def _load_s(self) -> float:
         """Of one expert: read and in the type of the arithmetic."""
         keys = self.spec.expert_keys()
         dtype = DTYPES[self.job.dtype]
-        return _each_s(
+        return estimate.seconds_each(
             lambda place: [
                 tensor.to(dtype)
                 for tensor in read_expert(self.job.checkpoint, self.spec, *keys[place % len(keys)]).named().values()
@@ -182,19 +179,9 @@ class ProfilePlan:
         """Of one expert of the draft: read and dequantised."""
         quantized, keys, dtype = self.job.quantized, self.spec.expert_keys(), DTYPES[self.job.dtype]
         assert quantized is not None
-        return _each_s(
+        return estimate.seconds_each(
             lambda place: [quantized.linear(*keys[place % len(keys)], p).dequantized(dtype) for p in PROJECTIONS]
         )
-
-
-def _each_s(work: Callable[[int], Any]) -> float:
-    """Seconds of one call, over several with other numbers, the first left out."""
-    work(0)
-    started, count = time.perf_counter(), 0
-    while time.perf_counter() - started < estimate.PROBE_S:
-        count += 1
-        work(count)
-    return (time.perf_counter() - started) / count
 
 
 def estimate_profile(job: ProfileJob) -> Estimate:
