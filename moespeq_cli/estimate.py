@@ -93,14 +93,17 @@ def estimate_quantize(
     sizes = LayerSizes.of(checkpoint, spec)
     states = 4 * tokens * spec.hidden_size
     forward = sizes.expert_bytes + 4 * (sizes.expert_weights + sizes.dense_weights) + 3 * states
-    solving = sizes.expert_bytes + 2 * states + min(WORKING_BYTES, 16 * sizes.expert_weights) + sizes.expert_bytes // 3
+    squares = spec.hidden_size**2 + spec.moe_intermediate_size**2
+    one = 4 * (5 * squares + 16 * spec.hidden_size * spec.moe_intermediate_size)  # an expert's at least
+    working = max(one, min(WORKING_BYTES, 16 * sizes.expert_weights))
+    solving = sizes.expert_bytes + 2 * states + working + sizes.expert_bytes // 3
     embedding = 6 * sizes.embedding_weights + states
     peak = PROCESS_BYTES + int(SLACK * max(forward, solving, embedding))
     hidden, inner, experts = spec.hidden_size, spec.moe_intermediate_size, spec.num_experts
     routed = 2 * tokens * spec.top_k
     work = forward_operations(spec, sizes, tokens)
     if solves:
-        squares, cubes = hidden**2 + inner**2, hidden**3 + inner**3
+        cubes = hidden**3 + inner**3
         work += routed * (squares / 2 + 2 * hidden * inner)  # Hessians, and the inputs of the down projection
         work += experts * (3 * (2 * inner * hidden**2 + hidden * inner**2) + cubes)  # sweep, errors and factors
     layers = len(spec.moe_layers)
