@@ -1,13 +1,13 @@
 """What a stage would take of memory, disk and time: arithmetic over the plan and two short measurements, no work.
 
-docs/benchmarks compares the estimates with real layers. Memory has held as an upper bound but for 4 %; times are rough,
-and too low for wide experts.
+docs/benchmarks compares the estimates with real models: memory is an upper bound, times hold within a factor of two.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from runtime.model.families import MoeSpec, dense_names
 PROCESS_BYTES = 500_000_000  # Python with torch and transformers
 SLACK = 1.25  # what the allocator keeps, and temporaries of single operations, measured on a layer of Qwen1.5-MoE
 RESIDUAL_WEIGHTS_PER_S = 4.5e6  # encoded by a core, docs/benchmarks
+WRITTEN_BYTES_PER_S = 250e6  # by a disk, beside reading; 35 GB took 318 s of which 160 were hashing
 PROBE_S = 0.3
 
 
@@ -92,14 +93,17 @@ def estimate_quantize(
     sizes = LayerSizes.of(checkpoint, spec)
     states = 4 * tokens * spec.hidden_size
     forward = sizes.expert_bytes + 4 * (sizes.expert_weights + sizes.dense_weights) + 3 * states
-    solving = sizes.expert_bytes + 2 * states + min(WORKING_BYTES, 16 * sizes.expert_weights) + sizes.expert_bytes // 3
+    squares = spec.hidden_size**2 + spec.moe_intermediate_size**2
+    one = 4 * (5 * squares + 16 * spec.hidden_size * spec.moe_intermediate_size)  # an expert's at least
+    working = max(one, min(WORKING_BYTES, 16 * sizes.expert_weights))
+    solving = sizes.expert_bytes + 2 * states + working + sizes.expert_bytes // 3
     embedding = 6 * sizes.embedding_weights + states
     peak = PROCESS_BYTES + int(SLACK * max(forward, solving, embedding))
     hidden, inner, experts = spec.hidden_size, spec.moe_intermediate_size, spec.num_experts
     routed = 2 * tokens * spec.top_k
     work = forward_operations(spec, sizes, tokens)
     if solves:
-        squares, cubes = hidden**2 + inner**2, hidden**3 + inner**3
+        cubes = hidden**3 + inner**3
         work += routed * (squares / 2 + 2 * hidden * inner)  # Hessians, and the inputs of the down projection
         work += experts * (3 * (2 * inner * hidden**2 + hidden * inner**2) + cubes)  # sweep, errors and factors
     layers = len(spec.moe_layers)
@@ -107,28 +111,16 @@ def estimate_quantize(
     return Estimate(peak, disk_bytes, read, layers * work / operations_per_s())
 
 
-def estimate_profile(
-    checkpoint: Checkpoint, spec: MoeSpec, tokens: int, activation_bytes: int, disk_bytes: int, passes: int
+def estimate_pack(
+    checkpoint: Checkpoint, spec: MoeSpec, total_bytes: int, draft_bytes: int, record_seconds: float
 ) -> Estimate:
-    """Routing of so many tokens: `passes` is 1 for the target, 2 with a draft."""
-    sizes = LayerSizes.of(checkpoint, spec)
-    layer = 4 * (sizes.expert_weights * 5 // 3 + sizes.dense_weights)  # gate and up once more, side by side
-    peak = PROCESS_BYTES + int(SLACK * (layer + activation_bytes + 4 * sizes.embedding_weights))
-    work = passes * len(spec.moe_layers) * forward_operations(spec, sizes, tokens)
-    work += passes * 2 * tokens * sizes.embedding_weights  # the head
-    read = sizes.stored_bytes + (passes - 1) * len(spec.moe_layers) * sizes.expert_bytes // 4
-    return Estimate(peak, disk_bytes, read, work / operations_per_s())
-
-
-def estimate_pack(checkpoint: Checkpoint, spec: MoeSpec, total_bytes: int, draft_bytes: int, encoded: bool) -> Estimate:
-    """One record an expert, read once, checked, written, and hashed twice."""
+    """One record an expert, read once, checked, laid out in `record_seconds`, written, and hashed twice."""
     sizes = LayerSizes.of(checkpoint, spec)
     record = sizes.expert_bytes // spec.num_experts
     peak = PROCESS_BYTES + int(SLACK * 8 * record) + (64 << 20)
     read = sizes.stored_bytes + 2 * draft_bytes + total_bytes  # the drafts' checksums first, the shards' last
-    seconds = 3 * total_bytes / hashed_bytes_per_s()
-    if encoded:
-        seconds += spec.num_records * spec.expert_parameters / RESIDUAL_WEIGHTS_PER_S
+    seconds = spec.num_records * record_seconds
+    seconds += 3 * total_bytes / hashed_bytes_per_s() + total_bytes / WRITTEN_BYTES_PER_S
     return Estimate(peak, total_bytes, read, seconds)
 
 
@@ -137,27 +129,33 @@ def forward_operations(spec: MoeSpec, sizes: LayerSizes, tokens: int) -> float:
     return 2.0 * tokens * (spec.top_k * spec.expert_parameters + sizes.dense_weights)
 
 
-def operations_per_s() -> float:
-    """Float32 operations a second of a product of the shape that a layer's experts have, with all threads."""
+def operations_per_s(tokens: int = 64) -> float:
+    """Float32 operations a second of the products of an expert with so many tokens, its weights not in any cache."""
     import torch
 
-    rows, columns = torch.rand(64, 2048), torch.rand(2048, 2048)
-    return 2 * rows.numel() * 2048 * _repeats_per_s(lambda: rows @ columns)
+    rows, experts = torch.rand(tokens, 2048), torch.rand(8, 2048, 2048)
+    return 2 * tokens * experts.numel() * repeats_per_s(lambda: [rows @ weights for weights in experts])
 
 
 def hashed_bytes_per_s() -> float:
     """Bytes that a core reads and hashes a second."""
     data = bytes(8 << 20)
-    return len(data) * _repeats_per_s(lambda: hashlib.sha256(data).digest())
+    return len(data) * repeats_per_s(lambda: hashlib.sha256(data).digest())
 
 
-def _repeats_per_s(work: Any) -> float:
-    work()
+def repeats_per_s(work: Callable[[], Any]) -> float:
+    """How often a second something can be done, from doing it for a short time."""
+    return 1 / seconds_each(lambda _: work())
+
+
+def seconds_each(work: Callable[[int], Any]) -> float:
+    """Seconds of one call, from calling it with 1, 2, ... for a short time; once with 0 before."""
+    work(0)
     started, count = time.perf_counter(), 0
-    while time.perf_counter() - started < PROBE_S:
-        work()
+    while not count or time.perf_counter() - started < PROBE_S:
         count += 1
-    return count / (time.perf_counter() - started)
+        work(count)
+    return (time.perf_counter() - started) / count
 
 
 def _duration(seconds: float) -> str:

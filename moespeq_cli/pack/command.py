@@ -111,12 +111,21 @@ def _build(
 def _estimate(
     folder: Path, model: str, quantized: Path, profile: Path | None, shards: int, encoding: str
 ) -> dict[str, Any]:
-    from moespeq_cli.estimate import estimate_pack
+    from moespeq_cli.estimate import RESIDUAL_WEIGHTS_PER_S, estimate_pack, seconds_each
+    from moespeq_cli.pack.encode import encode_expert
     from moespeq_cli.pack.plan import make_plan
     from runtime.artifacts.encodings import RAW
 
     plan = make_plan(model, quantized, profile, folder, shards, encoding)
-    estimate = estimate_pack(plan.checkpoint, plan.spec, plan.total_bytes, plan.draft_bytes, plan.encoding is not RAW)
+    keys, layouts = plan.spec.expert_keys(), plan.draft_layouts
+
+    def encode(place: int) -> None:
+        key = keys[place % len(keys)]
+        encode_expert(plan, key, layouts[key[0]])
+
+    encoded_s = plan.spec.expert_parameters / RESIDUAL_WEIGHTS_PER_S  # by code that is compiled when it is first used
+    record_s = seconds_each(encode) if plan.encoding is RAW else encoded_s
+    estimate = estimate_pack(plan.checkpoint, plan.spec, plan.total_bytes, plan.draft_bytes, record_s)
     for line in (*plan.lines(), *estimate.lines()):
         console.note(line)
     return estimate.as_json(folder)

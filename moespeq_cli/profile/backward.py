@@ -9,7 +9,8 @@ from torch import Tensor
 
 from moespeq_cli.profile.measure import TextSequence
 from moespeq_cli.profile.rounding import GROUP_SIZE
-from moespeq_cli.profile.sensitivity import BITS, Scores, SensitivityPass
+from moespeq_cli.profile.scores import BITS, Scores
+from moespeq_cli.profile.sensitivity import SensitivityPass
 from moespeq_cli.profile.work import Work
 from runtime.artifacts.profile import SensitivityFigures
 from runtime.model.stream import LayerStream
@@ -45,6 +46,7 @@ def measure_sensitivity(
         advance()
     if first > num_layers:
         scores, gradients, losses = backward.head(work.reader("inputs", num_layers))
+        stream.drop_head()
         _keep(work, num_layers, scores, gradients, losses=losses.tolist())
         first = num_layers
         advance()

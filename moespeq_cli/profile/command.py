@@ -178,10 +178,9 @@ def profile(
     )
     place = out or artifacts / "profile"
     if dry_run:
-        from moespeq_cli.estimate import estimate_profile
+        from moespeq_cli.profile.plan import estimate_profile
 
-        tokens, passes = sum(job.domains().values()), 1 if draft is None else 2
-        estimate = estimate_profile(checkpoint, spec, tokens, job.activation_bytes(), job.data_bytes(), passes)
+        estimate = estimate_profile(job)
         _announce(job, place)
         for line in estimate.lines():
             console.note(line)
@@ -259,6 +258,7 @@ def _require_embedded(digest: str, probe_tokens: int) -> None:
 
 
 def _announce(job: ProfileJob, place: Path) -> None:
+    from moespeq_cli.profile.plan import ProfilePlan
     from runtime.memory.sizes import format_size
 
     tokens = job.domains()
@@ -270,10 +270,10 @@ def _announce(job: ProfileJob, place: Path) -> None:
     draft = (
         f"the draft in {job.quantized.folder}" if job.quantized is not None else "no draft (moespeq quantize makes one)"
     )
-    layer_bytes = job.spec.num_experts * job.spec.expert_parameters * (2 + 4)
     console.note(
-        f"compared with {draft}; {job.dtype} arithmetic on {job.device.type}; one layer in memory, about "
-        f"{format_size(layer_bytes)}, and {format_size(job.activation_bytes())} of hidden states; to {place}"
+        f"compared with {draft}; {job.dtype} arithmetic on {job.device.type}; one layer in memory, at most "
+        f"{format_size(ProfilePlan(job).peak_memory_bytes())} with all else, {format_size(job.activation_bytes())} of "
+        f"them hidden states (estimated); to {place}"
     )
     if job.num_backward:
         console.note(f"sensitivity by a backward pass over the first {job.num_backward} sequences, in float32")

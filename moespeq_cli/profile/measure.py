@@ -142,8 +142,6 @@ class _Run:
 
     def _layer(self, layer: StreamedLayer) -> None:
         row = self.stream.spec.moe_layers.index(layer.layer_id) if layer.is_moe else -1
-        if layer.experts is not None:
-            layer.experts = layer.experts.to(self.stream.device, self.stream.dtype)  # once, not once a sequence
         before, self.chosen = self.target, []
         self.target = layer.forward(before, self._count(row) if layer.is_moe else None)
         if self.quantized is None:
@@ -208,8 +206,7 @@ class _Run:
     def _use_draft_experts(self, layer: StreamedLayer) -> None:
         if self.quantized is not None and layer.is_moe:
             layer.experts = None  # the source's go before the draft's come: one layer in memory
-            draft = self.quantized.read_layer(layer.layer_id, self.stream.dtype, self.stream.device)
-            layer.experts = draft.to(self.stream.device, self.stream.dtype)
+            layer.experts = self.quantized.read_layer(layer.layer_id, self.stream.dtype, self.stream.device)
 
     def _tensors(self) -> dict[str, Tensor]:
         counts = self.tally.counts.sum(-1)

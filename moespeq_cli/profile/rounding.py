@@ -9,6 +9,8 @@ from moespeq_cli.quantize.scales import round_to_nearest, rtn_scales
 from runtime.artifacts.gptq_format import symmetric_zero
 
 GROUP_SIZE = 128  # as `moespeq quantize` groups by default
+CPU_BLOCK = 1 << 20  # weights rounded at a time: the half dozen copies that it takes stay small, and near the cores
+GPU_BLOCK = 1 << 26
 
 
 def group_size(in_features: int) -> int:
@@ -26,7 +28,22 @@ def rounded(weights: Tensor, bits: int) -> Tensor:
     Returns:
         float32 of the same shape.
     """
-    values = weights.to(torch.float32)
+    rows = weights.flatten(0, -2)
+    result = torch.empty(rows.shape, device=weights.device)
+    count = block_rows(rows)
+    for start in range(0, len(rows), count):
+        part = slice(start, start + count)
+        result[part] = _rounded(rows[part].to(torch.float32), bits)
+    return result.view(weights.shape)
+
+
+def block_rows(weights: Tensor) -> int:
+    """How many rows of [..., in] are worth rounding at a time."""
+    block = CPU_BLOCK if weights.device.type == "cpu" else GPU_BLOCK
+    return max(1, block // max(weights.shape[-1], 1))
+
+
+def _rounded(values: Tensor, bits: int) -> Tensor:
     size = group_size(values.shape[-1])
     scales = rtn_scales(values, size, bits)
     codes = round_to_nearest(values, scales, size, bits).to(torch.float32) - symmetric_zero(bits)

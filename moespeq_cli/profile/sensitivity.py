@@ -2,14 +2,13 @@
 
 One decoder layer is in memory at a time. The forward pass has left every layer's inputs on disk; the backward pass goes
 through the layers from the last to the first, computes a layer again from its inputs, and hands the gradient of these
-inputs on. The gradient of a linear's weights exists for one sequence, is weighed with the rounding error, squared and
-summed, and dropped.
+inputs on. The gradient of a linear's weights over one sequence is weighed with the rounding error, squared and summed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,49 +17,18 @@ from torch.nn import functional as F
 
 from moespeq_cli.profile.measure import TextSequence
 from moespeq_cli.profile.modules import HEAD
-from moespeq_cli.profile.rounding import rounded
+from moespeq_cli.profile.scores import WAITING_BYTES, Factors, Place, Scores, Waiting, rounding_error
+from runtime.artifacts.profile import EXPERT_LINEARS, expert_linear
 from runtime.model.experts import Compute, combine, sorted_tokens
+from runtime.model.families import LayerExperts
 from runtime.model.stream import LayerStream, StreamedLayer
 
-BITS = 4
-KEPT_BYTES = 1 << 30  # of rounding errors of a layer's experts
-HEAD_ROWS = 4096  # of the head's weights, which are rounded, and whose gradient is in memory, at a time
-Take = Callable[[Tensor], None]
-
-
-@dataclass(slots=True)
-class Scores:
-    """Sums over sequences of (gradient x rounding error)^2, by linear.
-
-    Attributes:
-        channels: float64 [out], or [num_experts, out] for the routed experts; all domains.
-        domains: float64 [num_domains]; all channels.
-    """
-
-    num_domains: int
-    device: torch.device
-    channels: dict[str, Tensor] = field(default_factory=dict)
-    domains: dict[str, Tensor] = field(default_factory=dict)
-
-    def open(self, name: str, *shape: int) -> None:
-        """Begin a linear, so that one that no token reaches has zeros."""
-        self.channels[name] = torch.zeros(*shape, dtype=torch.float64, device=self.device)
-        self.domains[name] = torch.zeros(self.num_domains, dtype=torch.float64, device=self.device)
-
-    def add(self, name: str, domain: int, gradient: Tensor, error: Tensor, place: Any = ...) -> None:
-        """Count one sequence's gradient, [out, in], of the linear, or of its part at `place`."""
-        score = (gradient * error).square_().sum(1, dtype=torch.float64)
-        self.channels[name][place] += score
-        self.domains[name][domain] += score.sum()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All sums, on the CPU: `channels NAME` and `domains NAME`."""
-        tensors = {f"channels {name}": tensor.cpu() for name, tensor in self.channels.items()}
-        return tensors | {f"domains {name}": tensor.cpu() for name, tensor in self.domains.items()}
+HEAD_TOKENS = 256  # whose logits, and what they are differentiated through, are in memory at a time
+Take = Callable[[Tensor, Tensor], None]
 
 
 class _Probed(torch.autograd.Function):
-    """A linear that gives the gradient of its weights to `take` and keeps none."""
+    """A linear that gives the factors of its weights' gradient to `take` and computes none."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, take: Take) -> Tensor:
@@ -71,12 +39,12 @@ class _Probed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         x, weight = ctx.saved_tensors
-        ctx.take(gradients[0].T @ x)
+        ctx.take(gradients[0].detach(), x.detach())
         return gradients[0] @ weight, None, None, None
 
 
 def probed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, take: Take) -> Tensor:
-    """`F.linear` of [m, in]; in the backward pass `take` gets d loss / d weight, [out, in], of these tokens."""
+    """`F.linear` of [m, in]; in the backward pass `take` gets d loss / d outputs, [m, out], and `x`."""
     result: Tensor = _Probed.apply(x, weight, bias, take)  # type: ignore[no-untyped-call]
     return result
 
@@ -107,25 +75,34 @@ class SensitivityPass:
         losses = torch.zeros(self.num_domains, dtype=torch.float64)
         weight = self.stream.head_weight.detach()
         scores.open(HEAD, len(weight))
-        error = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-        for start in range(0, len(weight), HEAD_ROWS):  # rounding takes several times what it rounds
-            rows = slice(start, start + HEAD_ROWS)
-            error[rows] = _rounding_error(weight[rows])
+        waiting = Waiting(scores, lambda _: weight)
         for sequence, (domain, text) in enumerate(zip(self.domain, self.sequences, strict=True)):
             states = self._moved(hidden(sequence)).requires_grad_()
             with torch.enable_grad():
                 normed = self.stream.normed(states)
-                leaf = normed.detach().requires_grad_()
-                logits = self.stream.head(leaf)
-                loss = F.cross_entropy(logits[:-1].float(), text.input_ids[1:].to(logits.device), reduction="sum")
-            outputs = torch.autograd.grad(loss, [leaf, logits])
-            for start in range(0, len(weight), HEAD_ROWS):
-                rows = slice(start, start + HEAD_ROWS)
-                gradient = (outputs[1][:, rows].float() / self.stream.logits_scale).T @ leaf.detach().float()
-                scores.add(HEAD, domain, gradient, error[rows], rows)
-            gradients.append(torch.autograd.grad(normed, states, outputs[0])[0].cpu())
-            losses[domain] += float(loss.detach())
+            loss, before, factors = self._loss(domain, normed.detach(), text.input_ids[1:])
+            waiting.add((HEAD, None), factors)
+            waiting.settle(WAITING_BYTES)
+            gradients.append(torch.autograd.grad(normed, states, before)[0].cpu())
+            losses[domain] += loss
+        waiting.settle()
         return scores, gradients, losses
+
+    def _loss(self, domain: int, normed: Tensor, following: Tensor) -> tuple[float, Tensor, Factors]:
+        """A sequence's loss, d loss / d `normed` [T, H], and the factors of the head's gradient."""
+        count = len(following)
+        before = torch.zeros_like(normed)
+        outputs = normed.new_empty(count, len(self.stream.head_weight))
+        total = 0.0
+        for start in range(0, count, HEAD_TOKENS):
+            rows = slice(start, min(start + HEAD_TOKENS, count))
+            leaf = normed[rows].requires_grad_()
+            with torch.enable_grad():
+                logits = self.stream.head(leaf)
+                loss = F.cross_entropy(logits.float(), following[rows].to(logits.device), reduction="sum")
+            before[rows], outputs[rows] = torch.autograd.grad(loss, [leaf, logits])
+            total += float(loss.detach())
+        return total, before, Factors(domain, outputs.div_(self.stream.logits_scale), normed[:count])
 
     def layer(
         self, layer: StreamedLayer, hidden: Callable[[int], Tensor], gradients: list[Tensor]
@@ -151,7 +128,7 @@ class SensitivityPass:
         errors = {}
         for name, weight in dense.items():
             scores.open(prefix + name, len(weight))
-            errors[name] = _rounding_error(weight)
+            errors[name] = rounding_error(weight)
             weight.requires_grad_()
         experts = _Experts(layer, scores, self.stream.dtype) if layer.is_moe else None
         for sequence, domain in enumerate(self.domain):
@@ -166,6 +143,10 @@ class SensitivityPass:
             for name, gradient in zip(dense, found[1:], strict=True):
                 if gradient is not None:
                     scores.add(prefix + name, domain, gradient.float(), errors[name])
+            if experts is not None:
+                experts.waiting.settle(WAITING_BYTES)
+        if experts is not None:
+            experts.waiting.settle()
         return scores, gradients
 
     def _moved(self, tensor: Tensor) -> Tensor:
@@ -174,19 +155,15 @@ class SensitivityPass:
 
 
 class _Experts:
-    """The routed experts of the current layer, with their rounding errors."""
+    """The routed experts of the current layer, and the gradients of their weights that wait to be counted."""
 
     def __init__(self, layer: StreamedLayer, scores: Scores, dtype: torch.dtype) -> None:
-        self.layer, self.scores, self.dtype = layer, scores, dtype
-        weights = layer.experts
-        assert weights is not None
-        self.names = {p: f"layers.{layer.layer_id}.mlp.experts.{p}" for p in ("gate_proj", "up_proj", "down_proj")}
-        self.inner = weights.gate_proj.shape[1]
-        for projection, name in self.names.items():
-            stack: Tensor = getattr(weights, projection)
-            scores.open(name, *stack.shape[:2])
-        self.errors: dict[tuple[int, bool], Tensor] = {}
-        self.kept_bytes = 0
+        self.layer, self.dtype = layer, dtype
+        assert layer.experts is not None
+        self.waiting = Waiting(scores, partial(_expert_weight, layer.experts))
+        for projection in EXPERT_LINEARS:
+            stack: Tensor = getattr(layer.experts, projection)
+            scores.open(expert_linear(layer.layer_id, projection), *stack.shape[:2])
 
     def compute(self, domain: int) -> Compute:
         def compute(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -203,37 +180,24 @@ class _Experts:
 
     def _expert(self, expert_id: int, domain: int, x: Tensor) -> Tensor:
         gate_up, down, gate_up_bias, down_bias = self.layer.weights(expert_id, self.dtype)
-        inner, names, scores = self.inner, self.names, self.scores
 
-        def take_gate_up(gradient: Tensor) -> None:
-            gradient, error = gradient.float(), self._error(expert_id, down=False)
-            scores.add(names["gate_proj"], domain, gradient[:inner], error[:inner], expert_id)
-            scores.add(names["up_proj"], domain, gradient[inner:], error[inner:], expert_id)
+        def take(projection: str, outputs: Tensor, inputs: Tensor) -> None:
+            place = expert_linear(self.layer.layer_id, projection), expert_id
+            self.waiting.add(place, Factors(domain, outputs, inputs))
 
-        def take_down(gradient: Tensor) -> None:
-            scores.add(names["down_proj"], domain, gradient.float(), self._error(expert_id, down=True), expert_id)
+        def take_gate_up(outputs: Tensor, inputs: Tensor) -> None:
+            for projection, half in zip(("gate_proj", "up_proj"), outputs.chunk(2, dim=1), strict=True):
+                take(projection, half, inputs)
 
         assert self.layer.math is not None
         between = self.layer.math.gate(probed_linear(x, gate_up, gate_up_bias, take_gate_up))
-        return probed_linear(between, down, down_bias, take_down)
-
-    def _error(self, expert_id: int, down: bool) -> Tensor:
-        """Rounding error of down [H, I] or gate_up [2I, H]; of the first experts kept, of others made each time."""
-        if (expert_id, down) in self.errors:
-            return self.errors[expert_id, down]
-        assert self.layer.experts is not None
-        one = self.layer.experts.expert(expert_id)
-        weight = one.down_proj if down else torch.cat([one.gate_proj, one.up_proj])
-        error = _rounding_error(weight)
-        if self.kept_bytes + error.nbytes <= KEPT_BYTES:
-            self.errors[expert_id, down] = error
-            self.kept_bytes += error.nbytes
-        return error
+        return probed_linear(between, down, down_bias, partial(take, "down_proj"))
 
 
-def _rounding_error(weight: Tensor) -> Tensor:
-    """What rounding takes from weights [out, in], float32."""
-    return weight.float() - rounded(weight, BITS)
+def _expert_weight(experts: LayerExperts, place: Place) -> Tensor:
+    name, expert_id = place
+    stack: Tensor = getattr(experts, name.rpartition(".")[2])
+    return stack[expert_id]
 
 
 def _no_experts(*_: Tensor) -> Tensor:

@@ -228,7 +228,7 @@ def _quantize_layers(
     if first:
         say(f"going on at layer {min(first, last)} of {last}")
     quantizer = LayerQuantizer(make_solver(options.solver) if options.method == "gptq" else None, work.device)
-    stream = LayerStream(work.checkpoint, spec, torch.float32, bool(options.sensitive_layers), work.device)
+    stream = LayerStream(work.checkpoint, spec, torch.float32, work.device)
     hidden = stream.embed(work.sequences.ids)
     comparison = Comparison.begin(hidden) if options.sensitive_layers else None
     if first:
@@ -266,6 +266,7 @@ def _quantize_layers(
                 work.out, shards.layer_file(layer_id), result.tensors, journal, _step(layer_id), keep_states, **rows
             )
             say(_layer_line(layer_id, linears))
+            del result, plain  # a layer's packed tensors, before the next layer comes
         else:
             keep_states()
             journal.mark(_step(layer_id), {})

@@ -79,6 +79,8 @@ class StreamedLayer:
     def experts(self, weights: LayerExperts | None) -> None:
         self._experts = None if weights is None else weights.to(self._stream.device)
         self._ready.clear()
+        if weights is None:
+            heap.give_back()
 
     def forward(self, hidden: list[Tensor], observe: Observer | None = None) -> list[Tensor]:
         """Run every sequence through the layer.
@@ -138,13 +140,14 @@ class StreamedLayer:
     def forget_copies(self) -> None:
         """Give back the copies of the experts in the arithmetic's type; a next pass makes them again."""
         self._ready.clear()
+        heap.give_back()
 
     def drop(self) -> None:
         """Give the layer's memory back. The model keeps its module, so nothing large may hang on that."""
-        self.experts = None
         if self._fused is not None:
             self._fused.compute = None  # knows this layer, and what observed it
         loader.drop_module(self.module)
+        self.experts = None
 
     def _compute(self, batch: range, traces: list[LayerTrace] | None) -> Compute:
         """The experts for sequences of one length; what they are given goes to `traces`."""
@@ -178,7 +181,11 @@ class StreamedLayer:
         if one.gate_bias is not None and one.up_bias is not None:
             bias = torch.cat([one.gate_bias, one.up_bias]).to(dtype)
         down_bias = None if one.down_bias is None else one.down_bias.to(dtype)
-        return torch.cat([one.gate_proj, one.up_proj]).to(dtype), one.down_proj.to(dtype), bias, down_bias
+        inner, hidden = one.gate_proj.shape
+        gate_up = torch.empty(2 * inner, hidden, dtype=dtype, device=one.gate_proj.device)
+        gate_up[:inner] = one.gate_proj  # into place: a copy that is freed between copies that stay leaves a hole
+        gate_up[inner:] = one.up_proj
+        return gate_up, one.down_proj.to(dtype), bias, down_bias
 
 
 def equal_lengths(lengths: Sequence[int]) -> list[range]:
@@ -209,7 +216,7 @@ class _Catcher(nn.Module):
 
 
 class LayerStream:
-    """A model of which one decoder layer at a time is in memory, with the head where it is wanted.
+    """A model of which one decoder layer at a time is in memory, with the head from when it is first used.
 
     Attributes:
         device: where the layers, the norm and the head are and compute. Hidden states come and go in the CPU's memory.
@@ -221,10 +228,9 @@ class LayerStream:
         checkpoint: Checkpoint,
         spec: MoeSpec,
         dtype: torch.dtype = torch.float32,
-        head: bool = True,
         device: torch.device = CPU,
     ) -> None:
-        """Build the model; of its weights, only the final norm and the head are read, for `logits`, if `head`."""
+        """Build the model; none of its weights are read yet."""
         heap.share_one()
         self.checkpoint = checkpoint
         self.spec = spec
@@ -237,12 +243,7 @@ class LayerStream:
         loader.move_buffers(self._model, device)
         self._layers = loader.decoder_layers(self._model)
         self._arguments: list[list[dict[str, Any]]] = []
-        self._tied = head and bool(getattr(self._model.config, "tie_word_embeddings", False))
-        if self._tied:
-            self._load("model.embed_tokens")
-            self._model.lm_head.weight = self._model.model.embed_tokens.weight
-        for prefix in ("model.norm", *(() if self._tied else ("lm_head",))) if head else ():
-            self._load(prefix)
+        self._tied = bool(getattr(self._model.config, "tie_word_embeddings", False))
 
     def _load(self, prefix: str) -> None:
         module = self._model.get_submodule(prefix)
@@ -250,6 +251,28 @@ class LayerStream:
 
     def _read(self, name: str) -> Tensor:
         return self.checkpoint.read(name).to(self.device)
+
+    def _load_embedding(self) -> None:
+        if self._tied and not self._model.lm_head.weight.is_meta:
+            self._model.model.embed_tokens.weight = self._model.lm_head.weight
+        else:
+            self._load("model.embed_tokens")
+
+    def _load_head(self) -> None:
+        """Read the final norm and the head, unless they are there."""
+        if self._model.lm_head.weight.is_meta:
+            self._load("model.norm")
+            if self._tied:
+                self._load("model.embed_tokens")
+                self._model.lm_head.weight = self._model.model.embed_tokens.weight
+                loader.drop_module(self._model.model.embed_tokens)
+            else:
+                self._load("lm_head")
+
+    def drop_head(self) -> None:
+        """Give the memory of the head back; it is read again when it is used again."""
+        for module in (self._model.model.norm, self._model.lm_head):
+            loader.drop_module(module)
 
     def arguments(self, sequence: int, layer_id: int) -> dict[str, Any]:
         """With what the model calls a layer for one sequence: masks, positions, rotary tables."""
@@ -267,8 +290,7 @@ class LayerStream:
         """
         self._arguments = [[] for _ in input_ids]
         hidden = []
-        if not self._tied:
-            self._load("model.embed_tokens")
+        self._load_embedding()
         real = self._model.model.layers
         norm, self._model.model.norm = self._model.model.norm, nn.Identity()
         try:
@@ -279,8 +301,7 @@ class LayerStream:
         finally:
             self._model.model.layers = real
             self._model.model.norm = norm
-            if not self._tied:
-                loader.drop_module(self._model.model.embed_tokens)
+            loader.drop_module(self._model.model.embed_tokens)
         return hidden
 
     def layers(self, order: Iterable[int] | None = None) -> Iterator[StreamedLayer]:
@@ -295,7 +316,6 @@ class LayerStream:
             layer = StreamedLayer(self, layer_id, module)
             yield layer
             layer.drop()
-            heap.give_back()
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -304,6 +324,7 @@ class LayerStream:
 
     def normed(self, hidden: Tensor) -> Tensor:
         """[T, H] after the last layer to [T, H], the input of the head; with gradients where they are enabled."""
+        self._load_head()
         normed: Tensor = self._model.model.norm(hidden[None].to(self.device))[0]
         return normed
 
@@ -314,6 +335,7 @@ class LayerStream:
             normed: the input of the head.
             weight: [vocab_size, H] in place of the model's own.
         """
+        self._load_head()
         head = self._model.lm_head
         logits: Tensor = head(normed) if weight is None else nn.functional.linear(normed, weight, head.bias)
         return logits if self.logits_scale == 1 else logits / self.logits_scale
@@ -326,5 +348,6 @@ class LayerStream:
     @property
     def head_weight(self) -> Tensor:
         """[vocab_size, H]."""
+        self._load_head()
         weight: Tensor = self._model.lm_head.weight
         return weight

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moespeq_cli.profile import sensitivity
+from moespeq_cli.profile import rounding, sensitivity
 from moespeq_cli.profile.measure import TextSequence
 from moespeq_cli.profile.modules import CLASSES, layer_of, module_class
 from moespeq_cli.profile.rounding import group_size, rounded
-from moespeq_cli.profile.sensitivity import Scores, SensitivityPass
+from moespeq_cli.profile.scores import Scores, Waiting
+from moespeq_cli.profile.sensitivity import SensitivityPass
 from runtime.artifacts.checkpoint import Checkpoint
 from runtime.model.families import describe
 from runtime.model.stream import LayerStream
@@ -96,6 +97,7 @@ def test_equals_autograd_over_the_whole_model(kind: str, tmp_path: Path) -> None
     for name, score in expected.items():
         found = scores.channels[name]
         assert found.shape == score.shape and torch.isfinite(found).all(), name
+        assert not found.requires_grad, f"{name} holds on to all that it was computed from"
         assert torch.allclose(found, score, rtol=2e-3, atol=2e-5 * float(score.max())), name
         assert float(scores.domains[name].sum()) == pytest.approx(float(found.sum()), rel=1e-9)
         assert float(score.max()) > 0, name
@@ -127,21 +129,38 @@ def test_an_expert_that_no_token_reaches_has_zeros(tmp_path: Path) -> None:
 def test_a_head_in_parts_has_the_same_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.save_tiny("mixtral", tmp_path)
     sequences = texts(21, 9, domain="a")
-    whole_head = streamed(tmp_path, sequences, ["a"])[0]
-    monkeypatch.setattr(sensitivity, "HEAD_ROWS", 37)  # of 260, the last part shorter
-    parts = streamed(tmp_path, sequences, ["a"])[0]
-    torch.testing.assert_close(parts.channels["lm_head"], whole_head.channels["lm_head"], rtol=1e-6, atol=0)
+    whole_head, losses, gradients = streamed(tmp_path, sequences, ["a"])
+    monkeypatch.setattr(sensitivity, "HEAD_TOKENS", 8)  # of 20 that have a next one, the last part shorter
+    monkeypatch.setattr(rounding, "CPU_BLOCK", 37 * 64)  # 37 rows of 260, the last part shorter
+    parts, their_losses, their_gradients = streamed(tmp_path, sequences, ["a"])
+    torch.testing.assert_close(parts.channels["lm_head"], whole_head.channels["lm_head"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(their_losses, losses, rtol=1e-6, atol=0)
+    torch.testing.assert_close(their_gradients, gradients, rtol=1e-4, atol=1e-7)
     assert float(whole_head.channels["lm_head"].min()) > 0
 
 
-def test_errors_made_anew_give_the_same_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("waiting_bytes", [0, 60_000])
+def test_gradients_that_are_counted_sooner_have_the_same_scores(
+    waiting_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every sequence, or after some."""
     tiny.save_tiny("mixtral", tmp_path)
-    sequences = texts(21, 9, domain="a")
-    kept = streamed(tmp_path, sequences, ["a"])[0]
-    monkeypatch.setattr(sensitivity, "KEPT_BYTES", 100_000)  # of three experts or so
-    anew = streamed(tmp_path, sequences, ["a"])[0]
-    for name, score in kept.channels.items():
-        assert torch.equal(anew.channels[name], score), name
+    sequences = [*texts(21, 9, domain="a"), *texts(21, 9, domain="b", seed=1)]
+    together = streamed(tmp_path, sequences, ["a", "b"])[0]
+    monkeypatch.setattr(sensitivity, "WAITING_BYTES", waiting_bytes)
+    settled: list[int] = []
+    settle = Waiting.settle
+
+    def count(waiting: Waiting, beyond_bytes: int = 0) -> None:
+        settled.append(waiting.num_bytes > beyond_bytes)
+        settle(waiting, beyond_bytes)
+
+    monkeypatch.setattr(Waiting, "settle", count)
+    sooner = streamed(tmp_path, sequences, ["a", "b"])[0]
+    assert 2 * 3 < sum(settled) <= 4 * 3  # in two layers and the head
+    for name, score in together.channels.items():
+        assert torch.equal(sooner.channels[name], score), name
+        torch.testing.assert_close(sooner.domains[name], together.domains[name], rtol=1e-12, atol=0)
 
 
 def test_rounding_stays_within_half_a_step_and_in_its_grid() -> None:

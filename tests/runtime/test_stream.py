@@ -86,19 +86,23 @@ def test_canonical_experts_go_back_to_the_disk_layout(kind: str, tmp_path: Path)
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_embedding_and_head_are_in_memory_only_while_they_are_used(tied: bool, tmp_path: Path) -> None:
-    """In a model of many words they are larger than a layer; tied, they are one tensor, which the head keeps."""
+    """In a model of many words they are larger than a layer; tied, they are one tensor."""
     from transformers import AutoModelForCausalLM
 
     tiny.save_tiny("qwen2_moe", tmp_path, tie_word_embeddings=tied)
     checkpoint = Checkpoint.open(tmp_path)
     tokens = torch.arange(20)
-    for head in (False, True):
-        stream = LayerStream(checkpoint, describe(checkpoint), head=head)
-        hidden = stream.embed([tokens])
-        for _ in range(2):  # a second time it is read again
-            assert torch.equal(stream.embed([tokens])[0], hidden[0])
-        words, out = stream._model.model.embed_tokens.weight, stream._model.lm_head.weight
-        assert words.is_meta == (not (head and tied)) and out.is_meta == (not head)
+    stream = LayerStream(checkpoint, describe(checkpoint))
+    model = stream._model
+    hidden = stream.embed([tokens])
+    assert model.model.embed_tokens.weight.is_meta and model.lm_head.weight.is_meta
+    first = stream.logits(hidden[0])
+    assert model.model.embed_tokens.weight.is_meta and not model.lm_head.weight.is_meta
+    assert torch.equal(stream.embed([tokens])[0], hidden[0])  # beside the head, and without it
+    stream.drop_head()
+    assert model.model.embed_tokens.weight.is_meta and model.lm_head.weight.is_meta
+    assert torch.equal(stream.embed([tokens])[0], hidden[0])
+    assert torch.equal(stream.logits(hidden[0]), first)
     for layer in stream.layers():
         hidden = layer.forward(hidden)
     with torch.no_grad():
