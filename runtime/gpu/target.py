@@ -257,8 +257,8 @@ class RowsTarget:
                 self._wait_until(partial(board.has_told, place), end)
                 self._leave()
                 keys = dict.fromkeys((layer_id, expert_id) for expert_id in board.told(place, self._live))
-                self._held = self._cache.hold(list(keys))
-                board.meet(place)
+                # Met before a slot is looked for: those that the layer does not need may be all there is to take.
+                self._held = self._cache.hold(list(keys), kept=partial(board.meet, place))
             self._wait_until(end.done, end)
             self._leave()
         finally:

@@ -155,6 +155,14 @@ def test_too_few_slots_for_a_layer_and_slots_for_all_have_no_gates(pack_of: Pack
         assert {way for _, way in engine._rows._passes} == {Way.cut if slots == 8 else Way.whole}
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("changes", [{}, {"host_cache_size": "50%"}])
+def test_all_slots_hold_experts_of_the_layer_that_waits(tmp_path: Path, changes: dict[str, Any]) -> None:
+    pack = build(tmp_path, "qwen2_moe", torch.bfloat16, num_hidden_layers=1, num_experts=16, num_experts_per_tok=1)
+    with gated(pack, 9, max_parallel_transfers=1, speculate=False, **changes) as engine:
+        assert list(engine.generate(REQUEST)) == alone(pack)
+
+
 def test_experts_that_are_here_are_computed_while_others_come(pack_of: PackOf) -> None:
     pack = pack_of("qwen2_moe", torch.bfloat16)
     made: list[Any] = []
