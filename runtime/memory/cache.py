@@ -145,7 +145,7 @@ class ExpertCache:
 
         Raises (here or while waiting): as `stream` does.
         """
-        return Hold(self._ask(keys, kept), self._residency.slots, self._wait_for_all, self._end)
+        return Hold(self._ask(keys, kept), self._residency.slots, self._check, self._wait_for_all, self._end)
 
     @property
     def num_resident(self) -> int:
@@ -336,6 +336,10 @@ class ExpertCache:
             key = ticket.ready.popleft()
             ticket.held.append(key)
             return key
+
+    def _check(self, ticket: Ticket) -> None:
+        if ticket.error is not None or (ticket.pending and (self._fault is not None or self._closed)):
+            self._wait_for_all(ticket)
 
     def _wait_for_all(self, ticket: Ticket) -> None:
         with self._lock:

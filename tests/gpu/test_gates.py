@@ -221,6 +221,20 @@ def test_a_shard_cut_while_running_opens_the_gates(tmp_path: Path) -> None:
     assert threading.active_count() == before
 
 
+@pytest.mark.timeout(30)
+def test_a_reader_that_crashes_opens_the_gates(pack_of: PackOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("of a policy")
+
+    changes = {"max_parallel_transfers": 1, "host_cache_size": "50%"}
+    with gated(pack_of("qwen2_moe", torch.bfloat16), 9, speculate=False, prefetch="none", **changes) as engine:
+        tokens = engine.generate(REQUEST)
+        next(tokens)
+        monkeypatch.setattr(engine.cache._policy, "loaded", broken)
+        with pytest.raises(ZeroDivisionError):
+            list(tokens)
+
+
 def test_a_pass_that_fails_is_not_waited_for(pack_of: PackOf, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("an illegal memory access")
