@@ -256,9 +256,10 @@ class RowsTarget:
             for place, layer_id in enumerate(self._layers):
                 self._wait_until(partial(board.has_told, place), end)
                 self._leave()
-                keys = dict.fromkeys((layer_id, expert_id) for expert_id in board.told(place, self._live))
+                # Of all rows: the gate waits for whatever one of them names, if it were not what the first one does.
+                keys = [(layer_id, expert_id) for expert_id in board.told(place)]
                 # Met before a slot is looked for: those that the layer does not need may be all there is to take.
-                self._held = self._cache.hold(list(keys), kept=partial(board.meet, place))
+                self._held = self._cache.hold(keys, kept=partial(board.meet, place))
             self._wait_until(end.done, end)
             self._leave()
         finally:

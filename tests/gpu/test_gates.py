@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
@@ -23,6 +25,8 @@ from runtime.gpu.board import SlotBoard
 from runtime.gpu.engine import GpuEngine
 from runtime.gpu.target import Way
 from runtime.kernels.gate import FRESH
+from runtime.kernels.rows import Routing
+from runtime.kernels.rows_reference import TorchRows
 from runtime.memory.cache import ExpertCache
 from runtime.memory.stream import Hold
 from tests.decode.conftest import PackOf
@@ -63,7 +67,7 @@ def test_an_expert_goes_only_where_the_pass_cannot_have_looked() -> None:
     board.begin()
     assert board.under_way and not board.has_told(0)
     board.told_seen[0] = torch.tensor([[5, 1], [5, 2]])
-    assert board.has_told(0) and board.told(0, 1) == [5, 1]
+    assert board.has_told(0) and board.told(0) == [5, 1, 2]
     assert not board.withdraw((0, 5)) and int(board.seen[0, 5]) == 10  # it has told, and nobody has heard
     board.meet(0)
     assert board.withdraw((0, 5)) and board.withdraw((4, 5))  # of the cache's pins it knows nothing; not told
@@ -129,7 +133,7 @@ def test_no_slot_is_taken_from_a_pass_that_reads_it() -> None:
                     gone.append(key)
                     taken += 1
                 time.sleep(0)
-            pinned = {(layer_id, expert) for expert in board.told(place, ROWS)}
+            pinned = {(layer_id, expert) for expert in board.told(place)}
             for key in gone:  # all come back, those that it waits for among them
                 slots[where[key]] = hash(key)
                 board.put(key, where[key])
@@ -163,6 +167,22 @@ def test_all_slots_hold_experts_of_the_layer_that_waits(tmp_path: Path, changes:
         assert list(engine.generate(REQUEST)) == alone(pack)
 
 
+@pytest.mark.timeout(30)
+def test_rows_that_nobody_asked_for_may_be_routed_elsewhere(pack_of: PackOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the last layer, where it does not come to the KV."""
+    pack, inner, layers = pack_of("qwen2_moe", torch.bfloat16), TorchRows.route, itertools.count()
+    wanted = alone(pack)
+
+    def route(self: TorchRows, logits: Tensor, to: Routing, *rest: bool) -> None:
+        if len(logits) == 8 and next(layers) % len(pack.spec.moe_layers) == len(pack.spec.moe_layers) - 1:
+            logits = torch.cat([logits[:7], -logits[7:]])
+        inner(self, logits, to, *rest)
+
+    monkeypatch.setattr(TorchRows, "route", route)
+    with gated(pack, speculate=False) as engine:
+        assert list(engine.generate(REQUEST)) == wanted
+
+
 def test_experts_that_are_here_are_computed_while_others_come(pack_of: PackOf) -> None:
     pack = pack_of("qwen2_moe", torch.bfloat16)
     made: list[Any] = []
@@ -186,9 +206,9 @@ def test_ctrl_c_while_a_pass_is_under_way_costs_nothing(
     pack = pack_of("qwen2_moe", torch.bfloat16)
     before, inner, left = threading.active_count(), getattr(owner, name), 0
 
-    def interrupted(*arguments: Any) -> Any:
+    def interrupted(*arguments: Any, **named: Any) -> Any:
         nonlocal left
-        found = inner(*arguments)
+        found = inner(*arguments, **named)
         if threading.current_thread() is threading.main_thread():
             left -= 1
             if left == 0:
