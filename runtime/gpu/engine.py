@@ -17,7 +17,7 @@ from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
 from runtime.decode.loop import Draft, Route
 from runtime.decode.sampling import Logits
-from runtime.engine import BaseEngine, checked_at_once
+from runtime.engine import BaseEngine, Request, checked_at_once
 from runtime.gpu.accelerator import SMALLER, Accelerator, Cuda
 from runtime.gpu.admission import ResidualSlots
 from runtime.gpu.bank import ResidentBank, pack_layers
@@ -326,6 +326,10 @@ class GpuEngine(BaseEngine):
     def model_context(self) -> int:
         """Positions that the model can be run for."""
         return min(self._parts.model.max_context, self._parts.model.capacity)
+
+    def _begin(self, request: Request) -> int:
+        self._rows.end_pass()  # before anything waits for the device: only who opens its gates sees the end of it
+        return super()._begin(request)
 
     def start(self, capacity: int) -> None:
         """See `BaseEngine`; the KV cache is reserved already. Passes for every length up to this one are recorded."""

@@ -146,9 +146,16 @@ class RowsTarget:
         """Record the pass that looks at so many keys, if it is not."""
         self._pass(length, self._way())
 
+    def end_pass(self) -> None:
+        """Wait for the end of a pass with gates, if an interrupt left one; nothing is brought to it any more."""
+        if self._board is not None and self._board.under_way:
+            self._board.stop()
+            self._accelerator.mark().wait()
+            self._board.end()
+
     def close(self) -> None:
         """Give the memory of recorded passes back."""
-        self._end_pass()
+        self.end_pass()
         self._passes.clear()
         self._here, self._boundary = _Pass(Way.cut), lambda place: None
 
@@ -243,7 +250,7 @@ class RowsTarget:
         """Queue a pass with gates and bring it what it asks for, layer by layer, until it is over."""
         board = self._board
         assert board is not None
-        self._end_pass()  # one that an interrupt left
+        self.end_pass()
         board.begin()
         try:
             if self._accelerator.meanwhile is not None:  # otherwise other threads may give their slots away meanwhile
@@ -263,7 +270,7 @@ class RowsTarget:
             self._wait_until(end.done, end)
             self._leave()
         finally:
-            self._end_pass()
+            self.end_pass()
 
     def _leave(self) -> None:
         """The pass has a layer behind it: what it has admitted there counts as admitted, and may leave."""
@@ -299,13 +306,6 @@ class RowsTarget:
                 time.sleep(_PAUSE_S)  # for the threads that read
         if started is not None:
             self._cache.stats.wait_s += time.perf_counter() - started
-
-    def _end_pass(self) -> None:
-        """Wait for the end of a pass with gates that is under way; nothing is brought to it any more."""
-        if self._board is not None and self._board.under_way:
-            self._board.stop()
-            self._accelerator.mark().wait()
-            self._board.end()
 
     def _all_here(self) -> bool:
         """Whether every expert of the model is in a slot; then the table says so once and for all."""

@@ -227,6 +227,26 @@ def test_ctrl_c_while_a_pass_is_under_way_costs_nothing(
     assert threading.active_count() == before
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("changes", [{}, {"host_cache_size": "25%"}])
+def test_ctrl_c_twice_leaves_a_pass_that_the_next_text_ends(
+    pack_of: PackOf, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with gated(pack, **changes) as engine, monkeypatch.context() as patch:
+        patch.setattr(SlotBoard, "told", interrupted)
+        patch.setattr(SlotBoard, "stop", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(engine.generate(REQUEST))
+        assert engine._rows._board.under_way  # type: ignore[union-attr]
+        patch.undo()
+        assert list(engine.generate(REQUEST)) == alone(pack)
+
+
 def test_a_shard_cut_while_running_opens_the_gates(tmp_path: Path) -> None:
     pack = build(tmp_path, "qwen2_moe", torch.bfloat16)
     before = threading.active_count()
