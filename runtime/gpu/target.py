@@ -147,10 +147,11 @@ class RowsTarget:
         self._pass(length, self._way())
 
     def end_pass(self) -> None:
-        """Wait for the end of a pass with gates, if an interrupt left one; nothing is brought to it any more."""
+        """Give up a pass with gates that is under way: nothing is brought to it any more. Returns when it is over."""
         if self._board is not None and self._board.under_way:
             self._board.stop()
             self._accelerator.mark().wait()
+            self._experts.forget_listed()  # its slots may have been given away
             self._board.end()
 
     def close(self) -> None:
@@ -269,6 +270,7 @@ class RowsTarget:
                 self._held = self._cache.hold(keys, kept=partial(board.meet, place))
             self._wait_until(end.done, end)
             self._leave()
+            board.end()
         finally:
             self.end_pass()
 
