@@ -1,9 +1,9 @@
 """Draft far, verify short.
 
 State: a verified prefix, and a tail of drafted tokens with their KV and their routing. A round drafts until the tail
-is full, verifies the first `j` of it together with the last verified token, keeps the longest right prefix, and
+is long enough, verifies the first `j` of it together with the last verified token, keeps the longest right prefix, and
 compares the target's own next token with the following drafted one: where they agree the rest of the tail stays valid.
-The long tail is what prefetch and eviction see; the short verification wastes no bytes on rows after a wrong token.
+The tail is what prefetch and eviction see; the short verification wastes no bytes on rows after a wrong token.
 """
 
 from __future__ import annotations
