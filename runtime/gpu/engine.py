@@ -252,13 +252,13 @@ class GpuEngine(BaseEngine):
             trace = self.stats.trace if keep_trace else None
             exact = Exact(accelerator, model, self.cache, self._experts, trace, toolkit.gates, board)
             closing.callback(accelerator.let_go)
-            self._rows = RowsTarget(exact)
-            closing.callback(self._rows.close)
-            self._blocks = BlockTarget(exact)
             self._draft = None
             if parts.bank is not None and drafts(settings):
                 self._draft = DeviceDraft(accelerator, model, parts.bank, settings.prefetch_window)
                 closing.callback(self._draft.close)
+            self._rows = RowsTarget(exact)
+            closing.callback(self._rows.close)  # first of all: what frees the device's memory may wait for a pass
+            self._blocks = BlockTarget(exact)
             self._host_stats = parts.tier.stats
             self._facts = {
                 "pack": parts.name,

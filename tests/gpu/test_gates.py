@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -228,9 +229,11 @@ def test_ctrl_c_while_a_pass_is_under_way_costs_nothing(
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("changes", [{}, {"host_cache_size": "25%"}])
-def test_ctrl_c_twice_leaves_a_pass_that_the_next_text_ends(
-    pack_of: PackOf, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+@pytest.mark.parametrize(
+    ("then", "changes"), [("another text", {}), ("another text", {"host_cache_size": "25%"}), ("the end", {})]
+)
+def test_ctrl_c_twice_leaves_a_pass_that_whatever_comes_next_ends_first(
+    pack_of: PackOf, monkeypatch: pytest.MonkeyPatch, then: str, changes: dict[str, Any]
 ) -> None:
     pack = pack_of("qwen2_moe", torch.bfloat16)
 
@@ -242,9 +245,18 @@ def test_ctrl_c_twice_leaves_a_pass_that_the_next_text_ends(
         patch.setattr(SlotBoard, "stop", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(engine.generate(REQUEST))
-        assert engine._rows._board.under_way  # type: ignore[union-attr]
+        board: Any = engine._rows._board
+        over: list[bool] = []
+        assert board.under_way
         patch.undo()
-        assert list(engine.generate(REQUEST)) == alone(pack)
+        if then == "another text":
+            assert list(engine.generate(REQUEST)) == alone(pack)
+        else:
+            steps = Mock()
+            steps.clear.side_effect = lambda: over.append(not board.under_way)
+            engine._draft._steps = steps  # type: ignore[union-attr]
+            engine.close()
+            assert over == [True]
 
 
 def test_a_shard_cut_while_running_opens_the_gates(tmp_path: Path) -> None:
