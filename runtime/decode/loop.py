@@ -1,9 +1,9 @@
 """Draft far, verify short.
 
 State: a verified prefix, and a tail of drafted tokens with their KV and their routing. A round drafts until the tail
-is full, verifies the first `j` of it together with the last verified token, keeps the longest right prefix, and
+is long enough, verifies the first `j` of it together with the last verified token, keeps the longest right prefix, and
 compares the target's own next token with the following drafted one: where they agree the rest of the tail stays valid.
-The long tail is what prefetch and eviction see; the short verification wastes no bytes on rows after a wrong token.
+The tail is what prefetch and eviction see; the short verification wastes no bytes on rows after a wrong token.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class SpeculativeLoop:
 
     def _may_draft_on(self, tail: Tail, most: int) -> bool:
         """Whether some steps hide more of the next pass's waiting than they are expected to lose."""
-        missing_bytes = self._experts.missing_bytes(_union(tail.routes[: most + 1]))
+        missing_bytes = _MissingBytes(self._experts, tail.routes)(most)
         rate, measured = self._stats.cache.bytes_per_s, self._measured
         if not missing_bytes or not rate:
             return missing_bytes > 0
@@ -303,7 +303,3 @@ class _MissingBytes:
             self._seen.update(new)
             self._sums.append(self._sums[-1] + self._experts.missing_bytes(new))
         return self._sums[min(j + 1, len(self._sums) - 1)]
-
-
-def _union(routes: Sequence[Route]) -> list[ExpertKey]:
-    return list(dict.fromkeys(key for route in routes for key in route))

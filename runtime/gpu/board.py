@@ -111,10 +111,9 @@ class SlotBoard:
         """Whether the pass has told what a layer needs."""
         return self._told[place, -1, -1] >= 0 and bool((self._told[place] >= 0).all())
 
-    def told(self, place: int, rows: int) -> list[int]:
-        """The experts that so many first rows need of a layer."""
-        experts: list[int] = self._told[place, :rows].ravel().tolist()
-        return experts
+    def told(self, place: int) -> list[int]:
+        """The experts that a layer needs, each once."""
+        return list(dict.fromkeys(self._told[place].ravel().tolist()))
 
     def routing(self, rows: int) -> list[list[list[int]]]:
         """The experts of so many first rows, by layer."""

@@ -17,7 +17,7 @@ from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
 from runtime.decode.loop import Draft, Route
 from runtime.decode.sampling import Logits
-from runtime.engine import BaseEngine, checked_at_once
+from runtime.engine import BaseEngine, Request, checked_at_once
 from runtime.gpu.accelerator import SMALLER, Accelerator, Cuda
 from runtime.gpu.admission import ResidualSlots
 from runtime.gpu.bank import ResidentBank, pack_layers
@@ -252,13 +252,13 @@ class GpuEngine(BaseEngine):
             trace = self.stats.trace if keep_trace else None
             exact = Exact(accelerator, model, self.cache, self._experts, trace, toolkit.gates, board)
             closing.callback(accelerator.let_go)
-            self._rows = RowsTarget(exact)
-            closing.callback(self._rows.close)
-            self._blocks = BlockTarget(exact)
             self._draft = None
             if parts.bank is not None and drafts(settings):
                 self._draft = DeviceDraft(accelerator, model, parts.bank, settings.prefetch_window)
                 closing.callback(self._draft.close)
+            self._rows = RowsTarget(exact)
+            closing.callback(self._rows.close)  # first of all: what frees the device's memory may wait for a pass
+            self._blocks = BlockTarget(exact)
             self._host_stats = parts.tier.stats
             self._facts = {
                 "pack": parts.name,
@@ -279,16 +279,22 @@ class GpuEngine(BaseEngine):
         self.load_s = time.perf_counter() - started
 
     def _make_board(self) -> SlotBoard | None:
-        """What passes with gates read, where there are gates, experts that come and go, and slots for a whole layer."""
+        """What passes with gates read, where there are gates, experts that come and go, and slots for a whole layer.
+
+        And pinned memory to bring them from: a thread that made itself some while a gate waits for it might have to
+        wait for the device.
+        """
         spec, num_slots = self.spec, self._experts.pool.num_slots
         layer = min(ROWS * spec.top_k, spec.num_experts)
         coming = self.settings.max_parallel_transfers
+        tier, accelerator = self._parts.tier, self._toolkit.accelerator
         if self._toolkit.gates is None or ROWS * spec.top_k > MOST_NEEDED:
+            return None
+        if accelerator.needs_pinned and not tier.pinned:
             return None
         if not layer + coming <= num_slots < spec.num_records:
             return None
-        accelerator, fresh = self._toolkit.accelerator, self._experts.is_fresh
-        return SlotBoard(accelerator, spec.moe_layers, spec.num_experts, ROWS, spec.top_k, fresh)
+        return SlotBoard(accelerator, spec.moe_layers, spec.num_experts, ROWS, spec.top_k, self._experts.is_fresh)
 
     def _load_all(self) -> None:
         """Bring every expert to the device, so that no pass has to stop for one."""
@@ -326,6 +332,10 @@ class GpuEngine(BaseEngine):
     def model_context(self) -> int:
         """Positions that the model can be run for."""
         return min(self._parts.model.max_context, self._parts.model.capacity)
+
+    def _begin(self, request: Request) -> int:
+        self._rows.end_pass()  # before anything waits for the device: only who opens its gates sees the end of it
+        return super()._begin(request)
 
     def start(self, capacity: int) -> None:
         """See `BaseEngine`; the KV cache is reserved already. Passes for every length up to this one are recorded."""

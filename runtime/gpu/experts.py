@@ -46,6 +46,9 @@ class SlotExperts(Protocol):
     def note_listed(self) -> None:
         """Queue, behind the last layer of a pass with gates, that `settle` sees what was found."""
 
+    def forget_listed(self) -> None:
+        """After a pass that was given up: `settle` says nothing of what was found, and faults are looked for again."""
+
     def admitted(self, slots: Mapping[ExpertKey, int]) -> None:
         """A pass has computed a layer from these, and admitted those that it listed."""
 
@@ -114,6 +117,9 @@ class RawExperts:
         """See `SlotExperts`; there are none."""
 
     def note_listed(self) -> None:
+        """See `SlotExperts`; there are none."""
+
+    def forget_listed(self) -> None:
         """See `SlotExperts`; there are none."""
 
     def admitted(self, slots: Mapping[ExpertKey, int]) -> None:

@@ -185,6 +185,10 @@ class RecordExperts:
         """See `SlotExperts`."""
         self._listed.note()
 
+    def forget_listed(self) -> None:
+        """See `SlotExperts`."""
+        self._listed.found()
+
     def admitted(self, slots: Mapping[ExpertKey, int]) -> None:
         """See `SlotExperts`."""
         for slot in slots.values():

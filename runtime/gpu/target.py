@@ -146,9 +146,17 @@ class RowsTarget:
         """Record the pass that looks at so many keys, if it is not."""
         self._pass(length, self._way())
 
+    def end_pass(self) -> None:
+        """Give up a pass with gates that is under way: nothing is brought to it any more. Returns when it is over."""
+        if self._board is not None and self._board.under_way:
+            self._board.stop()
+            self._accelerator.mark().wait()
+            self._experts.forget_listed()  # its slots may have been given away
+            self._board.end()
+
     def close(self) -> None:
         """Give the memory of recorded passes back."""
-        self._end_pass()
+        self.end_pass()
         self._passes.clear()
         self._here, self._boundary = _Pass(Way.cut), lambda place: None
 
@@ -243,7 +251,7 @@ class RowsTarget:
         """Queue a pass with gates and bring it what it asks for, layer by layer, until it is over."""
         board = self._board
         assert board is not None
-        self._end_pass()  # one that an interrupt left
+        self.end_pass()
         board.begin()
         try:
             if self._accelerator.meanwhile is not None:  # otherwise other threads may give their slots away meanwhile
@@ -256,13 +264,15 @@ class RowsTarget:
             for place, layer_id in enumerate(self._layers):
                 self._wait_until(partial(board.has_told, place), end)
                 self._leave()
-                keys = dict.fromkeys((layer_id, expert_id) for expert_id in board.told(place, self._live))
-                self._held = self._cache.hold(list(keys))
-                board.meet(place)
+                # Of all rows: the gate waits for whatever one of them names, if it were not what the first one does.
+                keys = [(layer_id, expert_id) for expert_id in board.told(place)]
+                # Met before a slot is looked for: those that the layer does not need may be all there is to take.
+                self._held = self._cache.hold(keys, kept=partial(board.meet, place))
             self._wait_until(end.done, end)
             self._leave()
+            board.end()
         finally:
-            self._end_pass()
+            self.end_pass()
 
     def _leave(self) -> None:
         """The pass has a layer behind it: what it has admitted there counts as admitted, and may leave."""
@@ -298,13 +308,6 @@ class RowsTarget:
                 time.sleep(_PAUSE_S)  # for the threads that read
         if started is not None:
             self._cache.stats.wait_s += time.perf_counter() - started
-
-    def _end_pass(self) -> None:
-        """Wait for the end of a pass with gates that is under way; nothing is brought to it any more."""
-        if self._board is not None and self._board.under_way:
-            self._board.stop()
-            self._accelerator.mark().wait()
-            self._board.end()
 
     def _all_here(self) -> bool:
         """Whether every expert of the model is in a slot; then the table says so once and for all."""

@@ -133,15 +133,19 @@ class ExpertCache:
         ticket = self._ask(keys)
         return ExpertStream(ticket, self._residency.slots, self._pool.tensor, self._advance, self._end)
 
-    def hold(self, keys: Sequence[ExpertKey]) -> Hold:
+    def hold(self, keys: Sequence[ExpertKey], kept: Callable[[], None] | None = None) -> Hold:
         """Ask for these experts together and keep them until the hold is closed; returns at once.
 
         For kernels that run on while the caller goes on: it closes the hold when they are done. There must be slots for
         the different keys beside those that open holds and streams of the same thread keep.
 
+        Args:
+            keys: the experts.
+            kept: called once those that are here cannot go any more, and before the others look for slots.
+
         Raises (here or while waiting): as `stream` does.
         """
-        return Hold(self._ask(keys), self._residency.slots, self._wait_for_all, self._end)
+        return Hold(self._ask(keys, kept), self._residency.slots, self._check, self._wait_for_all, self._end)
 
     @property
     def num_resident(self) -> int:
@@ -273,7 +277,7 @@ class ExpertCache:
 
     # A stream's side.
 
-    def _ask(self, keys: Sequence[ExpertKey]) -> Ticket:
+    def _ask(self, keys: Sequence[ExpertKey], kept: Callable[[], None] | None = None) -> Ticket:
         """Pin what is resident and queue what is missing; waits for nothing."""
         ticket = Ticket()
         residency, stats = self._residency, self.stats
@@ -291,6 +295,8 @@ class ExpertCache:
                         stats.hits += 1
                     else:
                         self._want(key, ticket)
+                if kept is not None:
+                    kept()
                 if ticket.pending:
                     self._wake(len(ticket.pending))
             except BaseException:
@@ -330,6 +336,10 @@ class ExpertCache:
             key = ticket.ready.popleft()
             ticket.held.append(key)
             return key
+
+    def _check(self, ticket: Ticket) -> None:
+        if ticket.error is not None or (ticket.pending and (self._fault is not None or self._closed)):
+            self._wait_for_all(ticket)
 
     def _wait_for_all(self, ticket: Ticket) -> None:
         with self._lock:

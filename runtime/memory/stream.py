@@ -92,20 +92,22 @@ class Hold:
     Args:
         ticket: what was asked for.
         slots: slot of each resident expert.
+        check: raises if something of the ticket will not come.
         wait: returns when nothing of the ticket is pending.
         end: releases the ticket; safe to repeat.
     """
 
-    __slots__ = ("_end", "_slots", "_ticket", "_wait")
+    __slots__ = ("_check", "_end", "_slots", "_ticket", "_wait")
 
     def __init__(
         self,
         ticket: Ticket,
         slots: Mapping[ExpertKey, int],
+        check: Callable[[Ticket], None],
         wait: Callable[[Ticket], None],
         end: Callable[[Ticket], None],
     ) -> None:
-        self._ticket, self._slots, self._wait, self._end = ticket, slots, wait, end
+        self._ticket, self._slots, self._check, self._wait, self._end = ticket, slots, check, wait, end
 
     @property
     def complete(self) -> bool:
@@ -114,8 +116,7 @@ class Hold:
 
     def check(self) -> None:
         """Raise, as `wait` would, if one of them will not come; waits for nothing."""
-        if self._ticket.error is not None:
-            self._wait(self._ticket)
+        self._check(self._ticket)
 
     def here(self) -> dict[ExpertKey, int]:
         """The slots of those that are there by now."""

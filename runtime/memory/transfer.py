@@ -152,8 +152,10 @@ class TransferQueue:
         self._fetches.clear()
 
     def recover(self) -> None:
-        """Forget what is queued and who holds what; only what is in flight still counts."""
+        """Forget what is queued and who holds what; only what is in flight, and not in its slot yet, still counts."""
         self.clear()
+        for key in self.in_flight.keys() & self._residency.slots.keys():
+            del self.in_flight[key]
         under_way = self.in_flight.values()
         self._on_link = sum(transfer.read_s is None for transfer in under_way)
         self._residency.recover([transfer.slot for transfer in under_way])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import sys
@@ -10,9 +11,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
@@ -23,6 +26,8 @@ from runtime.gpu.board import SlotBoard
 from runtime.gpu.engine import GpuEngine
 from runtime.gpu.target import Way
 from runtime.kernels.gate import FRESH
+from runtime.kernels.rows import Routing
+from runtime.kernels.rows_reference import TorchRows
 from runtime.memory.cache import ExpertCache
 from runtime.memory.stream import Hold
 from tests.decode.conftest import PackOf
@@ -63,7 +68,7 @@ def test_an_expert_goes_only_where_the_pass_cannot_have_looked() -> None:
     board.begin()
     assert board.under_way and not board.has_told(0)
     board.told_seen[0] = torch.tensor([[5, 1], [5, 2]])
-    assert board.has_told(0) and board.told(0, 1) == [5, 1]
+    assert board.has_told(0) and board.told(0) == [5, 1, 2]
     assert not board.withdraw((0, 5)) and int(board.seen[0, 5]) == 10  # it has told, and nobody has heard
     board.meet(0)
     assert board.withdraw((0, 5)) and board.withdraw((4, 5))  # of the cache's pins it knows nothing; not told
@@ -129,7 +134,7 @@ def test_no_slot_is_taken_from_a_pass_that_reads_it() -> None:
                     gone.append(key)
                     taken += 1
                 time.sleep(0)
-            pinned = {(layer_id, expert) for expert in board.told(place, ROWS)}
+            pinned = {(layer_id, expert) for expert in board.told(place)}
             for key in gone:  # all come back, those that it waits for among them
                 slots[where[key]] = hash(key)
                 board.put(key, where[key])
@@ -155,6 +160,30 @@ def test_too_few_slots_for_a_layer_and_slots_for_all_have_no_gates(pack_of: Pack
         assert {way for _, way in engine._rows._passes} == {Way.cut if slots == 8 else Way.whole}
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("changes", [{}, {"host_cache_size": "50%"}])
+def test_all_slots_hold_experts_of_the_layer_that_waits(tmp_path: Path, changes: dict[str, Any]) -> None:
+    pack = build(tmp_path, "qwen2_moe", torch.bfloat16, num_hidden_layers=1, num_experts=16, num_experts_per_tok=1)
+    with gated(pack, 9, max_parallel_transfers=1, speculate=False, **changes) as engine:
+        assert list(engine.generate(REQUEST)) == alone(pack)
+
+
+@pytest.mark.timeout(30)
+def test_rows_that_nobody_asked_for_may_be_routed_elsewhere(pack_of: PackOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the last layer, where it does not come to the KV."""
+    pack, inner, layers = pack_of("qwen2_moe", torch.bfloat16), TorchRows.route, itertools.count()
+    wanted = alone(pack)
+
+    def route(self: TorchRows, logits: Tensor, to: Routing, *rest: bool) -> None:
+        if len(logits) == 8 and next(layers) % len(pack.spec.moe_layers) == len(pack.spec.moe_layers) - 1:
+            logits = torch.cat([logits[:7], -logits[7:]])
+        inner(self, logits, to, *rest)
+
+    monkeypatch.setattr(TorchRows, "route", route)
+    with gated(pack, speculate=False) as engine:
+        assert list(engine.generate(REQUEST)) == wanted
+
+
 def test_experts_that_are_here_are_computed_while_others_come(pack_of: PackOf) -> None:
     pack = pack_of("qwen2_moe", torch.bfloat16)
     made: list[Any] = []
@@ -178,9 +207,9 @@ def test_ctrl_c_while_a_pass_is_under_way_costs_nothing(
     pack = pack_of("qwen2_moe", torch.bfloat16)
     before, inner, left = threading.active_count(), getattr(owner, name), 0
 
-    def interrupted(*arguments: Any) -> Any:
+    def interrupted(*arguments: Any, **named: Any) -> Any:
         nonlocal left
-        found = inner(*arguments)
+        found = inner(*arguments, **named)
         if threading.current_thread() is threading.main_thread():
             left -= 1
             if left == 0:
@@ -199,6 +228,37 @@ def test_ctrl_c_while_a_pass_is_under_way_costs_nothing(
     assert threading.active_count() == before
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("then", "changes"), [("another text", {}), ("another text", {"host_cache_size": "25%"}), ("the end", {})]
+)
+def test_ctrl_c_twice_leaves_a_pass_that_whatever_comes_next_ends_first(
+    pack_of: PackOf, monkeypatch: pytest.MonkeyPatch, then: str, changes: dict[str, Any]
+) -> None:
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with gated(pack, **changes) as engine, monkeypatch.context() as patch:
+        patch.setattr(SlotBoard, "told", interrupted)
+        patch.setattr(SlotBoard, "stop", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(engine.generate(REQUEST))
+        board: Any = engine._rows._board
+        over: list[bool] = []
+        assert board.under_way
+        patch.undo()
+        if then == "another text":
+            assert list(engine.generate(REQUEST)) == alone(pack)
+        else:
+            steps = Mock()
+            steps.clear.side_effect = lambda: over.append(not board.under_way)
+            engine._draft._steps = steps  # type: ignore[union-attr]
+            engine.close()
+            assert over == [True]
+
+
 def test_a_shard_cut_while_running_opens_the_gates(tmp_path: Path) -> None:
     pack = build(tmp_path, "qwen2_moe", torch.bfloat16)
     before = threading.active_count()
@@ -211,6 +271,20 @@ def test_a_shard_cut_while_running_opens_the_gates(tmp_path: Path) -> None:
         with pytest.raises(ArtifactError, match=r"target-\d+\.safetensors \(layer"):
             list(tokens)
     assert threading.active_count() == before
+
+
+@pytest.mark.timeout(30)
+def test_a_reader_that_crashes_opens_the_gates(pack_of: PackOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("of a policy")
+
+    changes = {"max_parallel_transfers": 1, "host_cache_size": "50%"}
+    with gated(pack_of("qwen2_moe", torch.bfloat16), 9, speculate=False, prefetch="none", **changes) as engine:
+        tokens = engine.generate(REQUEST)
+        next(tokens)
+        monkeypatch.setattr(engine.cache._policy, "loaded", broken)
+        with pytest.raises(ZeroDivisionError):
+            list(tokens)
 
 
 def test_a_pass_that_fails_is_not_waited_for(pack_of: PackOf, monkeypatch: pytest.MonkeyPatch) -> None:

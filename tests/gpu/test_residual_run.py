@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from runtime import opening
 from runtime.artifacts.pack import Pack
@@ -24,6 +24,7 @@ from runtime.decode.sampling import SamplingSettings
 from runtime.engine import Request
 from runtime.errors import ArtifactError, InputError, PlanError, ShapeError
 from runtime.gpu.bank import bank_form
+from runtime.gpu.board import SlotBoard
 from runtime.gpu.engine import GpuEngine
 from runtime.gpu.plan import plan_gpu, refuse
 from runtime.gpu.residual_facts import ResidualFacts, directory_bytes
@@ -32,7 +33,7 @@ from runtime.kernels.layout import SlotLayout
 from runtime.kernels.shape import ExpertShape, WeightForm
 from tests.decode.packs import prompt_of
 from tests.gpu.runs import Logits, say
-from tests.gpu.stand_in import TorchResidual, open_gpu
+from tests.gpu.stand_in import HostPool, TorchResidual, open_gpu
 from tests.pack.fixtures import make_pack, save_quantized
 from tests.pack.test_damage import change_index
 from tests.tiny import make_model, save_model
@@ -291,6 +292,32 @@ def test_interrupts_leave_an_engine_that_says_the_same(packs: Packs) -> None:
         admission.queue = interrupted
         with pytest.raises(KeyboardInterrupt):
             list(engine.generate(request))
+        assert list(engine.generate(request)) == alone(packs.raw)[0]
+
+
+def test_faults_in_a_pass_that_was_given_up_are_looked_for_again(packs: Packs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slots may have been overwritten: a sound pack may not be called damaged for that."""
+    admit, told, listed = HostPool.admit, SlotBoard.told, 0
+
+    def overwritten(self: HostPool, slots: Tensor, bank: Tensor, size: Tensor, faults: Tensor) -> None:
+        nonlocal listed
+        admit(self, slots, bank, size, faults)
+        if threading.current_thread() is not threading.main_thread():  # behind a gate
+            faults[slots >= 0] += 1
+            listed += int((slots >= 0).sum())
+
+    def interrupted(self: SlotBoard, place: int) -> list[int]:
+        if listed:
+            raise KeyboardInterrupt
+        return told(self, place)
+
+    with open_with(packs.residual, slots=13, gates=True, speculate=False) as engine, monkeypatch.context() as patch:
+        request = Request(prompt_of(20), COUNT, frozenset(), SamplingSettings())
+        patch.setattr(HostPool, "admit", overwritten)
+        patch.setattr(SlotBoard, "told", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(engine.generate(request))
+        patch.undo()
         assert list(engine.generate(request)) == alone(packs.raw)[0]
 
 

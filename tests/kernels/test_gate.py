@@ -123,7 +123,7 @@ def test_a_recorded_pass_waits_for_copies_that_the_host_starts_meanwhile(gpu: ob
             started = time.perf_counter()
             while not board.has_told(place):
                 assert time.perf_counter() - started < 10
-            for expert in set(board.told(place, rows)):
+            for expert in set(board.told(place)):
                 slot = place * experts + expert
                 landing = cuda.start_copy(slots[slot].view(torch.uint8), source[slot].view(torch.uint8), True)
                 landing.wait()

@@ -102,6 +102,33 @@ def test_an_interrupt_amid_a_copy_leaves_a_cache_that_goes_on(
 
 
 @pytest.mark.timeout(20)
+def test_a_copy_that_an_interrupt_left_half_noted_is_not_noted_into_the_slot_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache, _ = make(2)
+    with cache:
+        settle = cache._residency.settle
+        cache.announce([[A, B]])
+        first: Any = cache._landings[A][1]
+        first._looks = -100
+
+        def interrupted(*arguments: Any) -> None:
+            settle(*arguments)
+            monkeypatch.undo()
+            first._looks = 1
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(cache._residency, "settle", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                cache.poll()
+        cache.recover()
+        get(cache, [C, D])
+        get(cache, [B])
+        assert len(set(cache._residency.slots.values())) == cache.num_resident == 2
+
+
+@pytest.mark.timeout(20)
 def test_a_copy_that_cannot_start_is_an_error_of_those_who_wait() -> None:
     cache, copies = make(2)
     with cache:
