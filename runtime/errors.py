@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import textwrap
 from typing import Any
 
 
@@ -46,3 +47,8 @@ class StorageError(MoespeqError):
 
 class KernelError(MoespeqError):
     """A CUDA kernel that this machine cannot compile, load or launch."""
+
+
+def brief(error: Exception) -> str:
+    """What another program raised, as one line of at most 300 characters for a message of ours."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")

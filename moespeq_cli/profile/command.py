@@ -209,7 +209,7 @@ def _tune(
     from runtime.artifacts.profile import Profile
     from runtime.errors import InputError
 
-    profile = Profile.open(place)
+    profile = Profile.open(place, verify=True)
     if target.exists() and not force:
         raise InputError(
             expected=f"no file at {target}", found="one", mend="pass --force to replace it, or another --tune-out"

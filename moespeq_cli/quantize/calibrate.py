@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.errors import InputError
+from runtime.errors import InputError, brief
 
 EMBEDDED = "embedded"
 DEFAULT_SEQ_LEN = 512
@@ -156,7 +156,7 @@ def _jsonl_text(line: str, where: str, tokenizer: Any) -> Text:
         except Exception as error:  # a template is a program: it raises whatever it likes
             raise InputError(
                 expected=f"messages in {where} that the model's chat template renders",
-                found=f"{type(error).__name__}: {str(error)[:200]}",
+                found=brief(error),
                 mend="give `text` instead of `messages`",
             ) from error
         return Text(domain, _encodable(str(text), where), formatted=True)

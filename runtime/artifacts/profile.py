@@ -134,6 +134,14 @@ class ProfileManifest:
             forms["draft_trace"] = (torch.int16, trace)
         return forms
 
+    def tensor_bounds(self) -> dict[str, int]:
+        """By tensor of counts or places, what its numbers, none below 0, stay below."""
+        tokens = sum(self.domains.values())
+        bounds = dict.fromkeys(("counts", "coactivation"), tokens + 1)
+        bounds |= dict.fromkeys(("reuse_histogram", "first_uses"), tokens * self.top_k + 1)
+        bounds |= {"trace": self.num_experts, "trace_domain": len(self.domains)}
+        return bounds if self.draft is None else bounds | {"draft_trace": self.num_experts}
+
 
 def expert_linear(layer_id: int, projection: str) -> str:
     """The name of the routed experts' linears of one kind in one layer, all experts together."""
@@ -269,7 +277,7 @@ class Profile:
         names = self.manifest.domain_names
         for index, domain in enumerate(self.tensors["trace_domain"].tolist()):
             span = slice(starts[index], starts[index + 1])
-            draft = self.tensors["draft_trace"][span] if "draft_trace" in self.tensors else None
+            draft = self.tensors["draft_trace"][span] if self.manifest.draft is not None else None
             yield TracedSequence(names[domain], self.tensors["trace"][span], draft)
 
     def replay_rows(self, domain: str | None = None) -> list[list[list[tuple[int, int]]]]:
@@ -347,3 +355,11 @@ def _check(folder: Path, manifest: ProfileManifest, tensors: dict[str, Tensor]) 
             found=f"{len(starts)} starts for {len(tensors['trace_domain'])} sequences, the last {bounded[-2]}",
             mend=MEND,
         )
+    for name, limit in manifest.tensor_bounds().items():
+        outside = tensors[name][(tensors[name] < 0) | (tensors[name] >= limit)]
+        if len(outside):
+            raise ArtifactError(
+                expected=f"{name} from 0 to {limit - 1} in {folder / ROUTING}",
+                found=f"{int(outside[0])}",
+                mend=MEND,
+            )

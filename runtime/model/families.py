@@ -333,7 +333,10 @@ def _check_routers(checkpoint: Checkpoint, spec: MoeSpec) -> None:
             raise InputError(
                 expected=f"the router of layer {layer} ({' or '.join(options)}) in {checkpoint.folder}",
                 found="no tensor of those names",
-                mend="download or copy the model again",
+                mend="download or copy the model again"
+                if spec.model_type in FAMILIES
+                else f"download or copy the model again; or, where {spec.model_type or 'this family'} calls its router "
+                "otherwise, run it with transformers, or add it as docs/models.md shows",
             )
         if layer not in spec.moe_layers and routers:
             raise InputError(

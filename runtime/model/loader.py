@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.artifacts.checkpoint import Checkpoint
-from runtime.errors import InputError
+from runtime.errors import InputError, brief
 from runtime.model import experts
 from runtime.model.families import MoeSpec, dense_names, memory_name
 from runtime.model.support import check_model
@@ -84,7 +84,7 @@ def _on_meta(config_folder: Path, dtype: torch.dtype, attention: str | None = No
     except Exception as error:  # whatever a configuration makes of the library's code
         raise InputError(
             expected=f"a model that this transformers can build from {config_folder / 'config.json'}",
-            found=f"{type(error).__name__}: {str(error)[:300]}",
+            found=brief(error),
             mend="check config.json, or upgrade transformers for a newer family",
         ) from error
 

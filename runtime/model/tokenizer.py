@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import InputError
+from runtime.errors import InputError, brief
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -21,6 +21,6 @@ def load_tokenizer(folder: Path) -> Any:
     except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
         raise InputError(
             expected=f"a tokenizer in {folder}",
-            found=f"{type(error).__name__}: {str(error)[:200]}",
+            found=brief(error),
             mend="copy tokenizer.json and tokenizer_config.json into the model's folder",
         ) from error

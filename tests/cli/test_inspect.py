@@ -34,7 +34,7 @@ def test_every_artifact_tells_its_model_sizes_settings_and_checksums(artifacts: 
             "quantized",
             ["4 bits, groups of 32: layers 0", "8 bits, one scale an output channel: layers 1", "--method = rtn"],
         ),
-        ("profile", ["text: 1 tokens in 1 sequences", "2 layers x 8, top 2"]),
+        ("profile", ["text: 15 tokens in 1 sequences", "2 layers x 8, top 2"]),
         ("pack", ["raw, ", "in 2 shards", "experts serve half of all uses"]),
     ):
         folder = artifacts / kind

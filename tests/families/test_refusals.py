@@ -53,6 +53,31 @@ def test_experts_named_in_another_way_are_shown(kind: str, word: str, tmp_path: 
     assert "docs/models.md" in caught.value.mend
 
 
+def test_a_router_named_in_another_way_may_be_a_familys_own(tmp_path: Path) -> None:
+    """A family of the table has lost a tensor; of one that nobody knows the name may be another."""
+    from safetensors.torch import load_file, save_file
+
+    for kind, known in (("dots1", False), ("mixtral", True)):
+        model = save_tiny(kind, tmp_path / kind)
+        tensors = load_file(model / "model.safetensors")
+        save_file(
+            {n.replace(".gate.", ".chooser."): t.clone() for n, t in tensors.items()}, model / "model.safetensors"
+        )
+        with pytest.raises(InputError, match=r"the router of layer \d \(model\.layers") as caught:
+            describe(Checkpoint.open(model))
+        assert ("docs/models.md" in caught.value.mend) != known and "download" in caught.value.mend
+
+
+def test_a_model_that_transformers_does_not_know_is_told_in_one_line(moespeq: Command, tmp_path: Path) -> None:
+    model = save_tiny("dots1", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "newer_moe"}))
+    done = moespeq("quantize", "--model", model, "--artifacts", tmp_path / "artifacts")
+    told = done.stderr.splitlines()
+    assert (done.status, done.stdout) == (1, "") and not (tmp_path / "artifacts").exists()
+    assert len(told) == 2 and "`newer_moe`" in told[0] and told[1].startswith("hint: ") and len(told[0]) < 500
+
+
 def test_a_config_without_layers_is_named(tmp_path: Path) -> None:
     model = save_tiny("dots1", tmp_path / "model")
     config = json.loads((model / "config.json").read_text())

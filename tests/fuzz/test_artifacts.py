@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -12,21 +13,28 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moespeq_cli.profile.build import ProfileJob
+from moespeq_cli.profile.build import build as build_profile
+from moespeq_cli.profile.measure import TextSequence
+from moespeq_cli.profile.tune import tune
+from moespeq_cli.quantize.sensitive import choose_layers
+from runtime.artifacts.checkpoint import Checkpoint
 from runtime.artifacts.manifest import FileEntry
 from runtime.artifacts.pack import Pack
+from runtime.artifacts.profile import Profile
 from runtime.artifacts.quantized import Quantized
 from runtime.artifacts.record import DraftRecord
-from runtime.artifacts.safetensors_file import pread
+from runtime.artifacts.safetensors_file import pread, read_header
 from runtime.config import RunSettings
 from runtime.decode.sampling import SamplingSettings
 from runtime.engine import Request
 from runtime.errors import MoespeqError
-from runtime.model.families import PROJECTIONS
+from runtime.model.families import PROJECTIONS, describe
 from runtime.opening import open_folder
 from runtime.run_plan import plan_run
 from tests.decode.packs import prompt_of
 from tests.fuzz.mutations import SEEDS, bounded, changed, damage
-from tests.pack.fixtures import make_pack, save_quantized
+from tests.pack.fixtures import make_pack, plan_for, save_quantized
 from tests.tiny import save_tiny
 
 torch.set_num_threads(1)
@@ -53,6 +61,18 @@ def say(folder: Path) -> list[int]:
         return list(engine.generate(Request(prompt_of(6), 4, frozenset(), SamplingSettings())))
 
 
+@pytest.fixture(scope="module")
+def profile(made: Path) -> Path:
+    """A profile of the model, with the draft and sensitivity, after which a pack is striped and a run is tuned."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moespeq_cli.profile.pictures.available", lambda: False)
+        checkpoint = Checkpoint.open(made / "model")
+        texts = [TextSequence(f"kind {i % 2}", torch.tensor(prompt_of(20))) for i in range(4)]
+        quantized = Quantized.open(made / "quantized")
+        job = ProfileJob(checkpoint, describe(checkpoint), texts, "known", quantized, "float32", 80, 80)
+        return build_profile(job, made / "profile").folder
+
+
 FILES = [
     "manifest.json", "records.json", "report.json", "dense.safetensors", "target-0000.safetensors",
     "draft-0000.safetensors", "model/config.json", "model/tokenizer.json", "model/generation_config.json",
@@ -74,13 +94,13 @@ def test_a_damaged_pack_says_the_same_or_is_refused(name: str, seed: int, made: 
         path.write_bytes(before)
 
 
-def vouched(pack: Path, name: str, body: Any) -> None:
-    """Write a JSON file of a pack and let the manifest vouch for it, as somebody who means harm would."""
-    (pack / name).write_text(json.dumps(body))
-    manifest = json.loads((pack / "manifest.json").read_text())
-    entry = FileEntry.of(pack / name)
+def vouched(folder: Path, name: str, body: Any) -> None:
+    """Write a file of an artifact and let the manifest vouch for it, as somebody who means harm would."""
+    (folder / name).write_bytes(body if isinstance(body, bytes) else json.dumps(body).encode())
+    manifest = json.loads((folder / "manifest.json").read_text())
+    entry = FileEntry.of(folder / name)
     manifest["files"][name] = {"size_bytes": entry.size_bytes, "sha256": entry.sha256}
-    (pack / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 @bounded(40)
@@ -147,6 +167,33 @@ def test_a_quantized_folder_reads_as_before_or_is_refused(number: int, seed: int
         pass
     finally:
         (folder / name).write_bytes(before)
+
+
+@pytest.mark.parametrize("name", ["routing.safetensors", "sensitivity.safetensors"])
+@bounded(25)
+@given(number=st.integers(0, 99), seed=SEEDS)
+def test_a_profile_vouched_for_says_something_or_is_refused(
+    name: str, number: int, seed: int, made: Path, profile: Path
+) -> None:
+    """Whatever a tensor of it counts or records: a pack is planned, a layer chosen and a run tuned by it, or not."""
+    before = {file: (profile / file).read_bytes() for file in ("manifest.json", name)}
+    infos = sorted(read_header(profile / name, "").values(), key=lambda info: info.name)
+    info, body = infos[number % len(infos)], before[name]
+    values = damage(body[info.start : info.end], seed)[: info.end - info.start].ljust(info.end - info.start, b"\xff")
+    try:
+        vouched(profile, name, body[: info.start] + values + body[info.end :])
+        with contextlib.suppress(MoespeqError):
+            plan = plan_for(made / "model", made / "quantized", made / "elsewhere", shards=2, profile=profile)
+            assert all(len(layer) == plan.spec.num_experts for layer in plan.placements.values())
+        with contextlib.suppress(MoespeqError):
+            digest = Checkpoint.open(made / "model").digest
+            assert len(choose_layers(profile, 0.5, digest).layers) == 1
+        assert tune(Profile.open(profile, verify=True), "50%").window >= 1
+    except MoespeqError:
+        pass
+    finally:
+        for file, content in before.items():
+            (profile / file).write_bytes(content)
 
 
 def test_nothing_was_left_changed(made: Path, text: list[int], tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def save_profile(model: Path, folder: Path, coactivation: torch.Tensor) -> Path:
-    """A routing profile of one domain, one token and no trace, with this co-activation [layers, E, E]."""
+    """A routing profile of one domain, no trace, with this co-activation [layers, E, E] of as few tokens as can be."""
     checkpoint = Checkpoint.open(model)
     spec = describe(checkpoint)
     layers, counts = len(spec.moe_layers), coactivation.diagonal(dim1=1, dim2=2)
@@ -103,7 +103,7 @@ def save_profile(model: Path, folder: Path, coactivation: torch.Tensor) -> Path:
         moe_layers=spec.moe_layers,
         num_experts=spec.num_experts,
         top_k=spec.top_k,
-        domains={"text": 1},
+        domains={"text": int(coactivation.max())},
         sequences={"text": 1},
         reuse_edges=(1, 2),
         trace_tokens=0,

@@ -54,8 +54,8 @@ def save_recorded(
     tensors = {
         "counts": counts,
         "coactivation": coactivation,
-        "reuse_histogram": torch.ones(domains, layers, 1, dtype=torch.int64),
-        "first_uses": torch.ones(domains, layers, dtype=torch.int64),
+        "reuse_histogram": torch.full((domains, layers, 1), min(1, len(trace))),
+        "first_uses": torch.full((domains, layers), min(1, len(trace))),
         "reuse_mean": torch.ones(domains, layers, dtype=torch.float64),
         "kept_from_previous": torch.full((domains, layers), 0.5, dtype=torch.float64),
         "trace": trace,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from moespeq_cli.profile import replay, tune
 from moespeq_cli.profile.replay import Recording, cache_curve
-from runtime.artifacts.profile import Profile
+from runtime.artifacts.profile import ROUTING, Profile
 from runtime.config import load_profile, make_settings
 from runtime.errors import ArtifactError, InputError
 from runtime.memory.clairvoyant import replay as replayed
@@ -128,3 +129,9 @@ def test_command_writes_it_and_keeps_what_is_there(profile: Profile, tmp_path: P
     missing = CliRunner().invoke(app, ["--tune", "--artifacts", str(tmp_path / "none")])
     assert isinstance(missing.exception, ArtifactError)
     assert {path.name: path.read_bytes() for path in profile.folder.iterdir()} == before
+    damaged = Path(shutil.copytree(profile.folder, tmp_path / "damaged"))
+    body = bytearray((damaged / ROUTING).read_bytes())
+    body[-1] ^= 1
+    (damaged / ROUTING).write_bytes(body)
+    refused = CliRunner().invoke(app, ["--tune", "--out", str(damaged), "--artifacts", str(tmp_path / "none")])
+    assert isinstance(refused.exception, ArtifactError) and "sha256" in str(refused.exception)

@@ -17,6 +17,7 @@ from runtime.errors import (
     PlanError,
     ShapeError,
     StorageError,
+    brief,
 )
 
 FAMILY = (MoespeqError, ArtifactError, InputError, KernelError, PlanError, ShapeError, StorageError)
@@ -47,3 +48,10 @@ def test_an_error_leaves_a_worker_process() -> None:
         with pytest.raises(ShapeError, match="expected 1; found 2") as refusal:
             future.result()
     assert refusal.value.mend == "3"
+
+
+def test_what_another_program_raised_is_told_in_one_line() -> None:
+    assert brief(ValueError("no such\n\n  kind")) == "ValueError: no such kind"
+    assert brief(KeyError("rope")) == "KeyError: 'rope'" and brief(OSError()) == "OSError:"
+    long = brief(ValueError("word " * 200))
+    assert len(long) <= 300 and long.endswith("word ...")
