@@ -67,7 +67,8 @@ class Exact:
         cache: the exact experts.
         experts: compute layers from its slots.
         trace: is given every demand: a row's experts of a layer, or a block's.
-        gates, board: let a pass wait for experts on the device; both, or None.
+        gates: let a pass wait for experts on the device.
+        board: what they look at; None where passes have no gates.
     """
 
     accelerator: Accelerator
@@ -164,7 +165,7 @@ class RowsTarget:
         """See `LayerExperts`."""
         self._chosen[place].copy_(top_k_index)
         self._weights[place].copy_(top_k_weights)
-        if self._here.way is Way.cut:
+        if self._here.way is not Way.gated:
             self._chosen_host[place].copy_(self._chosen[place], non_blocking=True)
         return self._routed(place, hidden, told=False)
 

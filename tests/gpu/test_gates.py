@@ -184,6 +184,22 @@ def test_rows_that_nobody_asked_for_may_be_routed_elsewhere(pack_of: PackOf, mon
         assert list(engine.generate(REQUEST)) == wanted
 
 
+@pytest.mark.parametrize("kind", ["qwen2_moe", "deepseek_v2"])  # the router is a kernel's, and the library's
+def test_the_host_sees_the_same_routing_in_every_way(pack_of: PackOf, kind: str) -> None:
+    pack, seen = pack_of(kind, torch.bfloat16), {}
+    for way, slots in ((Way.whole, pack.spec.num_records), (Way.gated, pack.spec.num_records - 2), (Way.cut, 3)):
+        settings = settings_of(pack, slots, speculate=False, max_parallel_transfers=1)
+        with open_gpu(pack, settings, keep_trace=True, gates=True) as engine:
+            assert engine._rows._way() is way
+            list(engine.generate(REQUEST))
+            layers = len(pack.spec.moe_layers)
+            seen[way] = [
+                sorted(step) for step in engine.trace()[layers:]
+            ]  # of the rows; before them the prompt's block
+    assert seen[Way.whole] == seen[Way.gated] == seen[Way.cut]
+    assert len({expert for step in seen[Way.cut] for expert in step}) > pack.spec.top_k * layers
+
+
 def test_experts_that_are_here_are_computed_while_others_come(pack_of: PackOf) -> None:
     pack = pack_of("qwen2_moe", torch.bfloat16)
     made: list[Any] = []
