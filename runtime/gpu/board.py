@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -102,10 +102,19 @@ class SlotBoard:
     def admit(self) -> dict[ExpertKey, int]:
         """What is there and not admitted, with its slots: it stays until the pass has told what its first layer needs.
 
-        For whoever queues its admission ahead of the pass, and then puts it on the board again.
+        For whoever queues its admission ahead of the pass; `refresh` it then.
         """
         self._admitting = dict(self._fresh)
         return self._admitting
+
+    def fresh_among(self, slots: Mapping[ExpertKey, int]) -> dict[ExpertKey, int]:
+        """Those of these that are not admitted as the board has it."""
+        return {key: slot for key, slot in slots.items() if key in self._fresh} if self._fresh else {}
+
+    def refresh(self, slots: Mapping[ExpertKey, int]) -> None:
+        """Put these on the board again: they were admitted."""
+        for key, slot in slots.items():
+            self.put(key, slot)
 
     def has_told(self, place: int) -> bool:
         """Whether the pass has told what a layer needs."""

@@ -258,8 +258,7 @@ class RowsTarget:
             if self._accelerator.meanwhile is not None:  # otherwise other threads may give their slots away meanwhile
                 fresh = board.admit()
                 self._experts.admit(fresh)
-                for key, slot in fresh.items():
-                    board.put(key, slot)
+                board.refresh(fresh)
             run(None)
             end = self._accelerator.mark()
             for place, layer_id in enumerate(self._layers):
@@ -279,10 +278,9 @@ class RowsTarget:
         """The pass has a layer behind it: what it has admitted there counts as admitted, and may leave."""
         assert self._board is not None
         if self._held is not None:
-            used = self._held.here()
-            self._experts.admitted(used)
-            for key, slot in used.items():
-                self._board.put(key, slot)
+            fresh = self._board.fresh_among(self._held.here())
+            self._experts.admitted(fresh)
+            self._board.refresh(fresh)
         self._let_go()
 
     def _wait_until(self, come: Callable[[], bool], end: Mark) -> None:
