@@ -18,6 +18,8 @@ from runtime.memory.stream import ExpertStream, Hold, Ticket
 from runtime.memory.transfer import Copies, Landing, ReaderThreads, Transfer, TransferQueue
 
 _CHECK_S = 0.25  # how often a waiting stream looks for what no reader will tell it
+_MOST_AHEAD = 8  # copies that are started beyond the usual number before an announcement is worked through
+_NEWEST = 0.2  # weight of the newest measurement of how long that takes
 
 
 class ExpertCache:
@@ -78,6 +80,7 @@ class ExpertCache:
         self._arrived = threading.Condition(self._lock)  # streams wait here
         self._copies = copies
         self._most_prefetches = max_parallel_transfers
+        self._plan_s = 0.0  # that working through an announcement takes
         self._landings: dict[ExpertKey, tuple[Transfer, Landing]] = {}
         self._starting = False  # whether what is in flight may lack its copy
         self._may_start = False  # whether more could start than at the last poll
@@ -95,8 +98,9 @@ class ExpertCache:
         """Say which experts the coming rows need; replaces the announcement before it.
 
         Eviction sees from it when each expert is needed next. Prefetches still queued for the announcement before are
-        dropped, those in flight go on. Call it before each pass, so that row 0 is always the next one to be computed;
-        once a pass has streamed an expert, its next use is the first one after the pass.
+        dropped, those in flight go on, and with `copies` as many start first as the link moves meanwhile. Call it
+        before each pass, so that row 0 is always the next one to be computed; once a pass has streamed an expert, its
+        next use is the first one after the pass.
 
         Args:
             upcoming: the experts of each row, row 0 first, each row in layer order.
@@ -108,12 +112,16 @@ class ExpertCache:
         """
         with self._lock:
             self._check_open()
+            started = time.perf_counter()
+            if self._copies is not None and self._residency.window.goes_on(upcoming):
+                self._start_copies(self._moved_while_planning())
             try:
                 self._residency.window.announce(upcoming, fetch_rows, pass_rows)
                 self._queue.plan()
             except BaseException:
                 self._residency.forget_window()
                 raise
+            self._plan_s += _NEWEST * (time.perf_counter() - started - self._plan_s)
             if self._queue.num_queued:
                 self._wake()
 
@@ -227,13 +235,18 @@ class ExpertCache:
                 for _, landing in self._landings.values():
                     landing.wait()
 
-    def _start_copies(self) -> None:
-        """Start every demand, and prefetches as long as few are under way."""
+    def _moved_while_planning(self) -> int:
+        """Copies that the link is expected to move while an announcement is worked through, in which nobody polls."""
+        moved = self._plan_s * self.stats.bytes_per_s / self._store.max_record_bytes
+        return min(_MOST_AHEAD, round(moved))
+
+    def _start_copies(self, more: int = 0) -> None:
+        """Start every demand, and prefetches as long as few are under way, or so many more than a few."""
         if self._starting:  # an interrupt came before the end of the last start
             self._fly(list(self._queue.in_flight.values()))
         self._starting = True
         prefetches = sum(transfer.cause == "prefetch" for transfer in self._queue.in_flight.values())
-        while self._queue.demands or prefetches < self._most_prefetches:
+        while self._queue.demands or prefetches < self._most_prefetches + more:
             transfer = self._queue.take()
             if transfer is None:
                 break

@@ -11,6 +11,9 @@ from runtime.memory.eviction import EvictionPolicy
 from runtime.memory.location import ExpertKey
 from runtime.memory.window import Window
 
+MOST_FETCHES = 128
+"""Of one schedule: more than a link moves until, as a rule, the next one replaces it."""
+
 
 class Fetch(NamedTuple):
     """A read that may go ahead of its need.
@@ -42,7 +45,7 @@ def schedule(
     fetching all.
 
     It runs between draft steps, so it plays only where there are more misses than free slots and residents that the
-    window does not need: before those are used up a play takes no other victims.
+    window does not need, before which a play takes no other victims; and a play ends with its first MOST_FETCHES.
 
     Args:
         window: the announced rows; misses are looked for in its fetch_steps.
@@ -105,6 +108,8 @@ def schedule(
                 # What the same step needs stays: to fetch into its place would trade one wait for another.
                 if key not in missed and key in window.fetch and (needed is None or needed >= step_end):
                     fetches.append(Fetch(key, position, victim))
+                    if len(fetches) == MOST_FETCHES:
+                        return fetches
                 missed.add(key)
                 present.add(key)
             used.add(key)

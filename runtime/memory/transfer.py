@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from runtime.memory.location import ExpertKey
 from runtime.memory.residency import Residency
-from runtime.memory.schedule import Fetch
+from runtime.memory.schedule import MOST_FETCHES, Fetch
 from runtime.memory.stats import CacheStats
 
 Cause = Literal["demand", "prefetch"]
@@ -65,6 +65,7 @@ class TransferQueue:
         self.demands: dict[ExpertKey, None] = {}  # in order
         self._failed: set[ExpertKey] = set()
         self._fetches: dict[ExpertKey, Fetch] = {}
+        self._cut_short = False  # whether the window has more than these
         self._takers: dict[ExpertKey, Fetch] = {}  # by victim
         self._residency = residency
         self._stats = stats
@@ -77,9 +78,11 @@ class TransferQueue:
         Those already in flight go on; an expert whose prefetch failed once is left to demand.
         """
         slots, in_flight, demands, failed = self._residency.slots, self.in_flight, self.demands, self._failed
+        found = self._residency.schedule(in_flight)
+        self._cut_short = len(found) == MOST_FETCHES
         self._fetches = {
             fetch.key: fetch
-            for fetch in self._residency.schedule(in_flight)
+            for fetch in found
             if not (fetch.key in slots or fetch.key in in_flight or fetch.key in demands or fetch.key in failed)
         }
         self._takers = {fetch.victim: fetch for fetch in reversed(self._fetches.values()) if fetch.victim is not None}
@@ -106,6 +109,8 @@ class TransferQueue:
             key = next(iter(self.demands))
             del self.demands[key]
             return self._start(Transfer(key, slot, "demand", claimed=True))
+        if self._cut_short and not self._fetches:
+            self.plan()
         spare = True  # until the residents were looked through in vain
         for fetch in list(self._fetches.values()):
             if fetch.key in self._residency.slots or fetch.key in self.in_flight:
@@ -150,6 +155,7 @@ class TransferQueue:
         """Forget what is queued."""
         self.demands.clear()
         self._fetches.clear()
+        self._cut_short = False
 
     def recover(self) -> None:
         """Forget what is queued and who holds what; only what is in flight, and not in its slot yet, still counts."""

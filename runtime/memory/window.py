@@ -70,6 +70,10 @@ class Window:
         self.fetch_steps = [together, *self._rows[pass_rows : pass_rows + num_steps - 1]] if num_steps > 0 else []
         self.fetch = set(chain.from_iterable(row.keys for row in self._rows[:fetch_rows]))
 
+    def goes_on(self, rows: Sequence[Sequence[ExpertKey]]) -> bool:
+        """Whether an announcement begins with a row of this one."""
+        return bool(rows) and tuple(rows[0]) in self._announced
+
     def consume(self, key: ExpertKey) -> None:
         """Note that the coming pass has used the key: its next use is the first one after the pass."""
         position = self._next.get(key)

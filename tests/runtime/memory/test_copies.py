@@ -218,3 +218,45 @@ def test_an_interrupt_at_any_line_of_the_window_leaves_one_that_goes_on() -> Non
         if left >= 0:
             break
     assert 20 < place < 999
+
+
+def test_fetches_beyond_those_of_one_schedule_come_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    unneeded, wanted = [(1, expert) for expert in range(10)], [(0, expert) for expert in range(12)]
+
+    def started(most: int) -> list[ExpertKey]:
+        for module in ("schedule", "transfer"):
+            monkeypatch.setattr(f"runtime.memory.{module}.MOST_FETCHES", most)
+        cache, copies = make(10)
+        with cache:
+            get(cache, unneeded)
+            cache.announce([[key] for key in wanted])  # more than can give way, so that a play finds the fetches
+            for _ in range(60):
+                cache.poll()
+        return copies.started
+
+    assert started(100) == started(3) == [*unneeded, *wanted[:10]]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_link_has_work_while_an_announcement_is_worked_through(
+    monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """What is started beforehand is what the link moves meanwhile; an announcement of something else starts nothing."""
+    row = [(0, expert) for expert in range(20)]
+    cache, copies = make(20)
+    with cache:
+        get(cache, [row[19]])
+        cache.announce([row[:10]])
+        assert len(copies.started) == 3, "two at a time beside the one that was asked for"
+        cache.stats.link_busy_s = cache.stats.read_bytes / (PAGE_BYTES / 0.01)  # one record in 10 ms
+        cache._plan_s = 0.05
+        under_way: list[int] = []
+        plan = cache._queue.plan
+
+        def planned() -> None:
+            under_way.append(len(cache._queue.in_flight))
+            plan()
+
+        monkeypatch.setattr(cache._queue, "plan", planned)
+        cache.announce([row[:10], row[10:15]] if known else [row[10:15]])
+        assert under_way == [2 + 5 if known else 2]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,6 +65,24 @@ def test_fetching_ahead_reads_no_more_than_looking_ahead(rows: list[list[int]], 
     alone = [[key] for row in trace for key in row]
     found = replay(alone, len(residents), make_policy("lookahead"), resident=residents, window=len(alone))
     assert len(fetches(trace, residents)) <= found.misses
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True), max_size=8),
+    st.lists(st.integers(0, 14), unique=True, min_size=1, max_size=9),
+    st.integers(1, 4),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_play_that_ends_early_has_the_first_of_all_fetches(
+    rows: list[list[int]], start: list[int], most: int
+) -> None:
+    trace, residents = [[(0, expert) for expert in row] for row in rows], [(0, expert) for expert in start]
+    window = Window()
+    window.announce(trace, None, 1)
+    everything = schedule(window, residents, (), 0, Played())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runtime.memory.schedule.MOST_FETCHES", most)
+        assert schedule(window, residents, (), 0, Played()) == everything[:most]
 
 
 class Played(LookaheadPolicy):
