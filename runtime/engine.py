@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -19,7 +19,7 @@ from runtime.config import RunSettings
 from runtime.decode.bank import DraftBank
 from runtime.decode.draft_records import DraftRecords
 from runtime.decode.governor import Measured, make_governor
-from runtime.decode.loop import Draft, LoopSettings, Route, SpeculativeLoop, StepwiseDraft
+from runtime.decode.loop import Draft, LoopSettings, Route, SpeculativeLoop, StepwiseDraft, nothing
 from runtime.decode.sampling import Chooser, Logits, SamplingSettings
 from runtime.decode.target import TargetExperts
 from runtime.errors import InputError, PlanError
@@ -96,7 +96,9 @@ class BaseEngine(ABC):
         """The loop's target: write the KV of the prompt."""
 
     @abstractmethod
-    def rows(self, tokens: Sequence[int], position: int) -> tuple[Sequence[Logits], list[Route]]:
+    def rows(
+        self, tokens: Sequence[int], position: int, begun: Callable[[], None] = nothing
+    ) -> tuple[Sequence[Logits], list[Route]]:
         """The loop's target: exact logits and routing of a few rows."""
 
     @abstractmethod
@@ -326,8 +328,11 @@ class Engine(BaseEngine):
         self.host.prefill(tokens, self._experts)
         self._experts.routes.forget()
 
-    def rows(self, tokens: Sequence[int], position: int) -> tuple[list[Logits], list[Route]]:
+    def rows(
+        self, tokens: Sequence[int], position: int, begun: Callable[[], None] = nothing
+    ) -> tuple[list[Logits], list[Route]]:
         """See `BaseEngine`."""
+        begun()
         logits = self.host.rows(tokens, position, self._experts)
         return list(logits), self._experts.routes.take()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from moespeq_cli.bench.bound import check_reads
 from moespeq_cli.bench.offload_kernels import PRODUCTS, TOKEN_ORDER, with_kernels
 from runtime.config import RunSettings
+from runtime.decode.loop import nothing
 from runtime.decode.sampling import SamplingSettings
 from runtime.engine import Request
 from runtime.errors import InputError
@@ -297,8 +298,8 @@ class Sweep:
         with GpuEngine(parts, settings, plan, toolkit, keep_trace=True) as engine:
             inner = engine.rows
 
-            def kept(tokens: Sequence[int], position: int) -> Any:
-                scores, routes = inner(tokens, position)
+            def kept(tokens: Sequence[int], position: int, begun: Callable[[], None] = nothing) -> Any:
+                scores, routes = inner(tokens, position, begun)
                 rows.extend(routes)
                 return scores, routes
 

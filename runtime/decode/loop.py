@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -28,13 +29,18 @@ Route = list[ExpertKey]
 _MORE_STEPS = 4  # of a tail that are asked for at once: each time the device has nothing to do until they are
 
 
+def nothing() -> None:
+    """What is done at a moment at which nothing is to be done."""
+
+
 class Draft(Protocol):
     """Proposes tokens one after another."""
 
     def propose(self, token: int, position: int, count: int, chooser: Chooser) -> Generator[tuple[Proposal, Route]]:
         """Up to `count` proposals that follow `token` at `position`, each with the experts of the input before it.
 
-        Each comes as soon as it is known. The caller may close the iterator early.
+        Each comes as soon as it is known; where a device computes, it has begun when this returns. The caller may close
+        the iterator early.
         """
 
 
@@ -63,8 +69,13 @@ class Target(Protocol):
     def prefill(self, tokens: Sequence[int]) -> None:
         """Write the KV of a sequence's first tokens."""
 
-    def rows(self, tokens: Sequence[int], position: int) -> tuple[Sequence[Logits], list[Route]]:
-        """Logits and routing of 1 to `max_rows` tokens from `position` on."""
+    def rows(
+        self, tokens: Sequence[int], position: int, begun: Callable[[], None] = nothing
+    ) -> tuple[Sequence[Logits], list[Route]]:
+        """Logits and routing of 1 to `max_rows` tokens from `position` on.
+
+        `begun` is called once, before any expert is asked for; where a device computes, it has begun by then.
+        """
 
 
 class Experts(Protocol):
@@ -143,6 +154,7 @@ class SpeculativeLoop:
         self._chooser, self._predictor, self._governor = chooser, predictor, governor
         self._stats = stats
         self._measured = measured or Measured()
+        self._unsaid = False  # whether the newest row of the tail is still to be announced
 
     def generate(self, prompt: Sequence[int], settings: LoopSettings) -> Generator[int]:
         """Yield new tokens, the stop id included, each as soon as the target has decided it.
@@ -208,6 +220,8 @@ class SpeculativeLoop:
             return True
         proposed = self._draft.propose(token, len(tokens) - 1 + len(tail.proposals), missing, self._chooser)
         try:
+            if self._unsaid:
+                self._announce(tail, settings, pass_rows=1)
             started = time.perf_counter()
             for proposal, route in proposed:
                 tail.proposals.append(proposal)
@@ -216,15 +230,20 @@ class SpeculativeLoop:
                 self._measured.drafted(seconds)
                 self._stats.draft_s += seconds
                 self._stats.draft_steps += 1
-                self._announce(tail, settings, pass_rows=1)
+                self._unsaid = True
                 if proposal.token in settings.stop_ids:
                     return False
+                if (
+                    len(tail.proposals) < length
+                ):  # the last one is announced with what comes next: a pass, or more steps
+                    self._announce(tail, settings, pass_rows=1)
                 started = time.perf_counter()
         finally:
             proposed.close()
         return True
 
     def _announce(self, tail: Tail, settings: LoopSettings, pass_rows: int) -> None:
+        self._unsaid = False
         self._experts.announce(self._predictor.upcoming(tail.routes), settings.fetch_rows, pass_rows=pass_rows)
 
     def _verify(self, tail: Tail, tokens: list[int], left: int, settings: LoopSettings) -> list[int]:
@@ -237,8 +256,8 @@ class SpeculativeLoop:
         position, decided, agreed, drafted = len(tokens) - 1, list[int](), True, len(tail.proposals)
         for start in range(0, len(inputs), settings.max_rows):
             part = inputs[start : start + settings.max_rows]
-            self._announce(tail, settings, pass_rows=len(part))
-            logits, routes = self._timed_rows(part, position + start)
+            announce = partial(self._announce, tail, settings, pass_rows=len(part))
+            logits, routes = self._timed_rows(part, position + start, announce)
             for row in range(len(part)):
                 token, agreed = self._decide(tail, logits[row], routes[row], position + len(decided) + 1)
                 decided.append(token)
@@ -267,9 +286,11 @@ class SpeculativeLoop:
             measured=self._measured,
         )
 
-    def _timed_rows(self, part: list[int], position: int) -> tuple[Sequence[Logits], list[Route]]:
+    def _timed_rows(
+        self, part: list[int], position: int, begun: Callable[[], None]
+    ) -> tuple[Sequence[Logits], list[Route]]:
         started, wait_s = time.perf_counter(), self._stats.cache.wait_s
-        logits, routes = self._target.rows(part, position)
+        logits, routes = self._target.rows(part, position, begun)
         seconds = time.perf_counter() - started
         self._measured.computed(len(part), seconds - (self._stats.cache.wait_s - wait_s))
         self._stats.pass_done(len(part), seconds)

@@ -49,11 +49,17 @@ class DeviceDraft:
     def propose(self, token: int, position: int, count: int, chooser: Chooser) -> Generator[tuple[Proposal, Route]]:
         """See `Draft.propose`."""
         if chooser.settings.temperature == 0:
-            marks = self._queue(token, position, count)
-            for step, mark in enumerate(marks):
-                mark.wait()
-                yield Proposal(int(self._tokens_host[step])), self._route(step)
-            return
+            return self._read(self._queue(token, position, count))
+        return self._drawn(token, position, count, chooser)
+
+    def _read(self, marks: Sequence[Mark]) -> Generator[tuple[Proposal, Route]]:
+        """What queued steps log, as it comes."""
+        for step, mark in enumerate(marks):
+            mark.wait()
+            yield Proposal(int(self._tokens_host[step])), self._route(step)
+
+    def _drawn(self, token: int, position: int, count: int, chooser: Chooser) -> Generator[tuple[Proposal, Route]]:
+        """Steps between which the host draws a token."""
         for ahead in range(count):
             (mark,) = self._queue(token, position + ahead, 1)
             mark.wait()

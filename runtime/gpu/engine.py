@@ -15,7 +15,7 @@ import torch
 from runtime.artifacts.heat import Heat
 from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
-from runtime.decode.loop import Draft, Route
+from runtime.decode.loop import Draft, Route, nothing
 from runtime.decode.sampling import Logits
 from runtime.engine import BaseEngine, Request, checked_at_once
 from runtime.gpu.accelerator import SMALLER, Accelerator, Cuda
@@ -361,9 +361,11 @@ class GpuEngine(BaseEngine):
             with shortage(f"device memory for {len(part)} tokens of a prompt", SMALLER):
                 self._blocks.block(part, start)
 
-    def rows(self, tokens: Sequence[int], position: int) -> tuple[Sequence[Logits], list[Route]]:
+    def rows(
+        self, tokens: Sequence[int], position: int, begun: Callable[[], None] = nothing
+    ) -> tuple[Sequence[Logits], list[Route]]:
         """See `BaseEngine`."""
-        return self._rows.rows(tokens, position)
+        return self._rows.rows(tokens, position, begun)
 
     def announce(
         self, upcoming: Sequence[Sequence[ExpertKey]], fetch_rows: int | None = None, *, pass_rows: int = 1

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.decode.loop import nothing
 from runtime.decode.sampling import Scores
 from runtime.gpu.accelerator import Accelerator, Bring, Mark, Run
 from runtime.gpu.board import SlotBoard
@@ -113,8 +114,10 @@ class RowsTarget:
             self._try_gates(self._board)
         self._whole = False  # whether the table holds every expert
 
-    def rows(self, tokens: Sequence[int], position: int) -> tuple[list[Scores], list[list[ExpertKey]]]:
-        """Logits and experts of 1 to ROWS tokens from a position on; their KV is written.
+    def rows(
+        self, tokens: Sequence[int], position: int, begun: Callable[[], None] = nothing
+    ) -> tuple[list[Scores], list[list[ExpertKey]]]:
+        """Logits and experts of 1 to ROWS tokens from a position on; their KV is written. `begun`: see `Target`.
 
         Raises:
             ArtifactError, StorageError: a record cannot be read.
@@ -129,8 +132,9 @@ class RowsTarget:
         try:
             with self._accelerator.active():
                 if way is Way.gated:
-                    self._follow(here.run)
+                    self._follow(here.run, begun)
                 else:
+                    begun()
                     here.run(lambda place: self._bring(place, here))
                 self._experts.settle()
         finally:
@@ -248,7 +252,7 @@ class RowsTarget:
             return Way.whole
         return Way.cut if self._board is None else Way.gated
 
-    def _follow(self, run: Run) -> None:
+    def _follow(self, run: Run, begun: Callable[[], None]) -> None:
         """Queue a pass with gates and bring it what it asks for, layer by layer, until it is over."""
         board = self._board
         assert board is not None
@@ -261,6 +265,7 @@ class RowsTarget:
                 board.refresh(fresh)
             run(None)
             end = self._accelerator.mark()
+            begun()
             for place, layer_id in enumerate(self._layers):
                 self._wait_until(partial(board.has_told, place), end)
                 self._leave()

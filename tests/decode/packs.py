@@ -95,8 +95,8 @@ def decode(
         assert slots is None or engine.plan.num_slots == min(slots, pack.spec.num_records)
         compute, step = engine.rows, engine.step
 
-        def rows(tokens: Sequence[int], position: int) -> tuple[Tensor, list[Route]]:
-            logits, routes = compute(tokens, position)
+        def rows(tokens: Sequence[int], position: int, *begun: Any) -> tuple[Tensor, list[Route]]:
+            logits, routes = compute(tokens, position, *begun)
             run.passes.append(len(tokens))
             for row, token in enumerate(tokens):
                 run.inputs[position + row] = token

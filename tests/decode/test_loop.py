@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runtime.decode.governor import Measured, Situation
-from runtime.decode.loop import LoopSettings, Route, SpeculativeLoop, StepwiseDraft
+from runtime.decode.loop import LoopSettings, Route, SpeculativeLoop, StepwiseDraft, nothing
 from runtime.decode.sampling import Chooser, SamplingSettings
 from runtime.memory.location import ExpertKey
 from runtime.memory.predict import make_predictor
@@ -78,7 +78,10 @@ class World:
         assert list(tokens) == self.prompt[:-1] and not self.kv
         self.kv = {position: ("target", token) for position, token in enumerate(tokens)}
 
-    def rows(self, tokens: Sequence[int], position: int) -> tuple[Tensor, list[Route]]:
+    def rows(
+        self, tokens: Sequence[int], position: int, begun: Callable[[], None] = nothing
+    ) -> tuple[Tensor, list[Route]]:
+        begun()
         assert 1 <= len(tokens) <= MAX_ROWS
         assert position + len(tokens) <= len(self.prompt) + self.wanted - 1, "beyond the last token wanted"
         assert all(self.kv[place][0] == "target" for place in range(position)), "a prefix of the draft's"
@@ -308,3 +311,35 @@ def test_wrong_draft_drops_the_tail() -> None:
     assert list(tokens) == greedy(target, [1], 10, frozenset())
     assert (stats.rounds, stats.proposals_accepted, stats.proposals_right) == (10, 0, 0)
     assert stats.as_json()["acceptance"] == 0.0
+
+
+class Watched(World):
+    """Notes what the loop does, in order."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self.log: list[str] = []
+
+    def rows(
+        self, tokens: Sequence[int], position: int, begun: Callable[[], None] = nothing
+    ) -> tuple[Tensor, list[Route]]:
+        self.log.append("pass")
+        return super().rows(tokens, position, begun)
+
+    def step(self, token: int, position: int) -> tuple[Tensor, Route]:
+        self.log.append("step")
+        return super().step(token, position)
+
+    def announce(
+        self, upcoming: Sequence[Sequence[ExpertKey]], fetch_rows: int | None = None, *, pass_rows: int = 1
+    ) -> None:
+        self.log.append(f"announce {len(upcoming)}")
+        super().announce(upcoming, fetch_rows, pass_rows=pass_rows)
+
+
+def test_a_device_has_begun_before_anything_is_announced_and_the_last_row_is_announced_once() -> None:
+    target = rule(3)
+    world = Watched(target, target, [1, 2], 4, None)
+    tokens, _ = run(world, Script([2]), window=3)
+    list(tokens)
+    assert world.log[:7] == ["step", "announce 1", "step", "announce 2", "step", "pass", "announce 3"]

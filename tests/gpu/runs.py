@@ -20,8 +20,8 @@ def say(
     """Generate, and add to `logits`."""
     text, inner = list(prompt), engine.rows
 
-    def rows(tokens: Sequence[int], position: int) -> Any:
-        scores, routes = inner(tokens, position)
+    def rows(tokens: Sequence[int], position: int, *begun: Any) -> Any:
+        scores, routes = inner(tokens, position, *begun)
         for row, score in enumerate(scores):
             known = (*text[:position], *tokens[: row + 1])
             if len(known) == position + row + 1:
