@@ -73,7 +73,13 @@ __device__ __forceinline__ uint4 load_read_only(const void* p) {
   asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-// The same, of what is read once from its first byte on: 256 bytes come to the L2 at a time
+// From the L2, whatever an L1 still holds
+__device__ __forceinline__ uint4 load_past_l1(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// Read-only again, of what is read once from its first byte on: 256 bytes come to the L2 at a time
 __device__ __forceinline__ uint4 load_lines(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));

@@ -38,6 +38,9 @@
 #ifndef KEEP_REGS
 #define KEEP_REGS 32   // registers of tokens that a warp may hold on to in phase 1
 #endif
+#ifndef BESIDE
+#define BESIDE 0       // whether the next kernel may run beside this one, and so starts as soon as it can
+#endif
 #define UNIT_K 128
 #define UNIT_BYTES (CODE_BYTES + 32 * SCALE_SETS)
 #define STAGE_UNITS 16
@@ -385,6 +388,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_codes(
   }
   barriers_ready();
   __syncthreads();
+  if (BESIDE) let_next_kernel_start();
   wait_for_previous_kernel();
   if (me.warp < COMPUTE) {
     compute(args, me, shared);
@@ -392,7 +396,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_codes(
   }
   make_list<COMPUTE * 32, LISTERS, 2>(args);
   barrier_pass<THREADS>(3);
-  let_next_kernel_start();
+  if (!BESIDE) let_next_kernel_start();
   const u32 parity = block_claim() >> 31;
   if (me.warp == PRODUCER) produce(args, me, shared, parity);
   else finish(args, me, shared, parity);

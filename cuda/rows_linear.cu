@@ -3,6 +3,7 @@
 // add_rows     y[r, n] = residual[r, n] + linear
 // join_rows    y[r, n] = residual[r, n] + (routed[r, n] + sigmoid(gate[r * gate_stride]) * linear); gate null: * 1
 // swiglu_rows  y[r, i] = silu(sum x[r, k] * w[i, k]) * (sum x[r, k] * w[n + i, k]), gate rows before up rows
+// swiglu_beside_rows  the same beside the kernel ahead of it, which it overtakes: x was complete before that one was launched
 //              w bf16 [n, k] or [2n, k], row-major; x bf16 rows of x_stride elements; y, residual, routed bf16 [rows, n];
 //              bias bf16 [n] or null; gate bf16
 // Rounding     as the library's modules do it: each product, sum and activation above becomes BF16 before the next
@@ -29,8 +30,9 @@ typedef __nv_bfloat16 bf16;
 
 // Sums of tiles of 16 weight rows with all rows of x, in sums[tile][16 * column + row] of the block's shared memory.
 // The 32 columns of a chunk are dealt to the MMA's places in another order, the same for both operands: a lane holds 8
-// neighbours, which are one load. A warp has DEPTH steps under way, each TOGETHER of them side by side.
-template <int TILES, int DEPTH, int TOGETHER>
+// neighbours, which are one load. A warp has DEPTH steps under way, each TOGETHER of them side by side. BESIDE does not wait for the
+// kernel ahead.
+template <int TILES, int DEPTH, int TOGETHER, bool BESIDE = false>
 __device__ __forceinline__ void tile_sums(float (*sums)[TILE * COLUMNS], const bf16* __restrict__ w, long long tile_stride, int n, int k, const bf16* x, int x_stride, int rows) {
   __shared__ float parts[WARPS][TILES][TILE * COLUMNS];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, first = blockIdx.x * TILE;
@@ -54,12 +56,12 @@ __device__ __forceinline__ void tile_sums(float (*sums)[TILE * COLUMNS], const b
       b[d][t] = at < k ? load_lines(lower[t] + at) : zero;
     }
   }
-  wait_for_previous_kernel();
+  if (!BESIDE) wait_for_previous_kernel();
   let_next_kernel_start();
 #pragma unroll
   for (int d = 0; d < DEPTH; ++d) {
     const int at = ((d / TOGETHER * WARPS + warp) * TOGETHER + d % TOGETHER) * CHUNK;
-    v[d] = at < k && row < rows ? *reinterpret_cast<const uint4*>(from + at) : zero;
+    v[d] = at < k && row < rows ? (BESIDE ? load_past_l1(from + at) : *reinterpret_cast<const uint4*>(from + at)) : zero;
   }
   for (int base = 0; base < chunks; base += WARPS * DEPTH) {
 #pragma unroll
@@ -72,7 +74,7 @@ __device__ __forceinline__ void tile_sums(float (*sums)[TILE * COLUMNS], const b
         a[d][t] = next < k ? load_lines(upper[t] + next) : zero;
         b[d][t] = next < k ? load_lines(lower[t] + next) : zero;
       }
-      v[d] = next < k && row < rows ? *reinterpret_cast<const uint4*>(from + next) : zero;
+      v[d] = next < k && row < rows ? (BESIDE ? load_past_l1(from + next) : *reinterpret_cast<const uint4*>(from + next)) : zero;
     }
   }
 #pragma unroll
@@ -120,13 +122,22 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) join_rows(const bf16* w
   });
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) swiglu_rows(const bf16* w, const bf16* x, bf16* y, int n, int k, int x_stride, int rows) {
+template <bool BESIDE> __device__ __forceinline__ void swiglu(const bf16* w, const bf16* x, bf16* y, int n, int k, int x_stride, int rows) {
   __shared__ float sums[2][TILE * COLUMNS];
-  tile_sums<2, 2, 2>(sums, w, (long long)n * k, n, k, x, x_stride, rows);
+  tile_sums<2, 2, 2, BESIDE>(sums, w, (long long)n * k, n, k, x, x_stride, rows);
   for (int i = threadIdx.x; i < TILE * COLUMNS; i += 32 * WARPS) {
     const int at = blockIdx.x * TILE + i % TILE, r = i / TILE;
     if (at >= n || r >= rows) continue;
     const float gate = rounded(sums[0][i]), up = rounded(sums[1][i]);
     y[(long long)r * n + at] = __float2bfloat16_rn(rounded(gate * sigmoid(gate)) * up);
   }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) swiglu_rows(const bf16* w, const bf16* x, bf16* y, int n, int k, int x_stride, int rows) {
+  swiglu<false>(w, x, y, n, k, x_stride, rows);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) swiglu_beside_rows(const bf16* w, const bf16* x, bf16* y, int n, int k, int x_stride, int rows) {
+  swiglu<true>(w, x, y, n, k, x_stride, rows);
+  if (blockIdx.x == 0) wait_for_previous_kernel();   // who waits for this kernel waits for that one, too
 }

@@ -140,8 +140,8 @@ extern "C" __global__ void __launch_bounds__(64) rotate_rows(const bf16* qkv, co
 
 extern "C" __global__ void __launch_bounds__(32) route_rows(const bf16* logits, int* index, float* weights, volatile int* seen, int logits_stride, int top_k, int renormalise, int round_weights) {
   const int lane = threadIdx.x, row = blockIdx.x;
+  let_next_kernel_start();   // it takes one warp, so the next one's blocks find room
   wait_for_previous_kernel();
-  let_next_kernel_start();
   float scores[SCORES], most = MINUS_INFINITY, sum = 0;
 #pragma unroll
   for (int n = 0; n < SCORES; ++n) {

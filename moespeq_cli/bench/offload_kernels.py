@@ -46,7 +46,7 @@ def with_kernels(toolkit: Toolkit, kernels: str | None) -> Toolkit:
         made, residual = toolkit.kernels, toolkit.residual
         return dataclasses.replace(
             toolkit,
-            kernels=lambda *wanted: TokenOrder(made(*wanted)),
+            kernels=lambda *wanted, **more: TokenOrder(made(*wanted, **more)),
             residual=dataclasses.replace(residual, kernels=lambda layout: TokenOrder(residual.kernels(layout))),
         )
     if kernels == PRODUCTS:
@@ -62,7 +62,7 @@ def can_multiply(capability: str) -> bool:
     return capability == "{}.{}".format(*CAPABILITY)
 
 
-def _products(layout: SlotLayout, num_slots: int, max_tokens: int) -> Backend:
+def _products(layout: SlotLayout, num_slots: int, max_tokens: int, beside: bool = False) -> Backend:
     shape = layout.shape
     always = DispatchEntry(
         hidden_size=shape.hidden_size,

@@ -11,7 +11,7 @@ from runtime.decode.sampling import Chooser, Proposal
 from runtime.gpu.accelerator import Accelerator, Bring, Mark, Run
 from runtime.gpu.bank import ResidentBank
 from runtime.gpu.model import DeviceModel
-from runtime.kernels.rows import Routing
+from runtime.kernels.rows import Routing, StepLog
 from runtime.memory.location import ExpertKey
 
 Route = list[ExpertKey]
@@ -21,8 +21,9 @@ class DeviceDraft:
     """Proposes tokens with the INT4 experts, over the target's KV of the prefix.
 
     Token, position and number of the step lie on the device; a step reads them, logs its proposal and its routing under
-    its number and sets them for the next. Greedy steps are all queued at once and their logs read as they come. Where
-    tokens are drawn, the host draws them between steps.
+    its number in the host's memory and sets them for the next. Shared experts are computed beside the routed ones.
+    Greedy steps are all queued at once and their logs read as they come. Where tokens are drawn, the host draws them
+    between steps.
 
     Args:
         accelerator: where it computes.
@@ -30,6 +31,8 @@ class DeviceDraft:
         bank: the INT4 experts.
         most_steps: of one call.
     """
+
+    ahead = True
 
     def __init__(self, accelerator: Accelerator, model: DeviceModel, bank: ResidentBank, most_steps: int) -> None:
         spec, device = model.spec, accelerator.device
@@ -40,10 +43,10 @@ class DeviceDraft:
         self._state = torch.zeros(3, dtype=torch.int64, device=device)  # token, position, step
         self._chosen = torch.zeros(places, 1, spec.top_k, dtype=torch.int32, device=device)
         self._weights = torch.zeros(places, 1, spec.top_k, dtype=torch.float32, device=device)
-        self._tokens = torch.zeros(most_steps, dtype=torch.int64, device=device)
-        self._routes = torch.zeros(most_steps, places, spec.top_k, dtype=torch.int32, device=device)
-        self._tokens_host = accelerator.host((most_steps,), torch.int64)
-        self._routes_host = accelerator.host((most_steps, places, spec.top_k), torch.int32)
+        self._tokens = accelerator.host((most_steps,), torch.int64)
+        self._routes = accelerator.host((most_steps, places, spec.top_k), torch.int32)
+        seen = accelerator.seen(self._tokens), accelerator.seen(self._routes)
+        self._log = StepLog(self._state, self._chosen, *seen)
         self._steps: dict[int, tuple[Run, list[Tensor]]] = {}
 
     def propose(self, token: int, position: int, count: int, chooser: Chooser) -> Generator[tuple[Proposal, Route]]:
@@ -56,7 +59,7 @@ class DeviceDraft:
         """What queued steps log, as it comes."""
         for step, mark in enumerate(marks):
             mark.wait()
-            yield Proposal(int(self._tokens_host[step])), self._route(step)
+            yield Proposal(int(self._tokens[step])), self._route(step)
 
     def _drawn(self, token: int, position: int, count: int, chooser: Chooser) -> Generator[tuple[Proposal, Route]]:
         """Steps between which the host draws a token."""
@@ -93,7 +96,7 @@ class DeviceDraft:
         return out
 
     def _queue(self, token: int, position: int, count: int) -> list[Mark]:
-        """Queue steps and the copies of their logs; a mark behind each."""
+        """Queue steps; a mark behind each."""
         self._state_host.copy_(torch.tensor([token, position, 0]))
         marks = []
         with self._accelerator.active():
@@ -101,8 +104,6 @@ class DeviceDraft:
             for step in range(count):
                 run, _ = self._step(self._model.length_for(position + step + 1))
                 run(None)
-                self._tokens_host[step].copy_(self._tokens[step], non_blocking=True)
-                self._routes_host[step].copy_(self._routes[step], non_blocking=True)
                 marks.append(self._accelerator.mark())
         return marks
 
@@ -113,15 +114,11 @@ class DeviceDraft:
 
             def forward(boundary: Bring) -> None:
                 logits[:] = [self._model.rows(self._state[0:1], self._state[1:2], length, self)]
-                top, number = logits[0].argmax(-1), self._state[2:3]
-                self._tokens.index_copy_(0, number, top)
-                self._routes.index_copy_(0, number, self._chosen.transpose(0, 1))
-                self._state[0:1].copy_(top)
-                self._state[1:].add_(1)
+                self._model.ops.advance(logits[0], self._log)
 
             self._steps[length] = self._accelerator.record(forward, cut=False), logits
         return self._steps[length]
 
     def _route(self, step: int) -> Route:
-        layers: Sequence[list[int]] = self._routes_host[step].tolist()
+        layers: Sequence[list[int]] = self._routes[step].tolist()
         return [(layer_id, e) for layer_id, experts in zip(self._layers, layers, strict=True) for e in experts]

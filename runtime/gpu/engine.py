@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -37,7 +37,7 @@ from runtime.kernels.gate import MOST_NEEDED, GateKernels, GateOps
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.residual import ResidualPool
 from runtime.kernels.residual_experts import ResidualExperts
-from runtime.kernels.rows import Routing, RowKernels, RowOps
+from runtime.kernels.rows import Routing, RowKernels, RowOps, StepLog
 from runtime.kernels.shape import Activation, ExpertShape, WeightForm
 from runtime.memory.cache import ExpertCache
 from runtime.memory.eviction import make_policy
@@ -54,20 +54,27 @@ BLOCK_TOKENS = 4096
 _FREE = "free the GPU's memory: what was planned for is taken by now"
 
 
+class MakeKernels(Protocol):
+    """Makes what computes layers of a layout."""
+
+    def __call__(self, layout: SlotLayout, num_slots: int, max_tokens: int, beside: bool = False) -> Backend:
+        """From pools of so many slots, for up to so many tokens; `beside` what is queued next, or alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class Toolkit:
     """What computes.
 
     Attributes:
         accelerator: the device.
-        kernels: makes what computes layers of a layout, from a pool of so many slots, for up to so many tokens.
+        kernels: makes what computes layers of a layout.
         rows: computes the dense part of decoding passes.
         residual: what computes from residual records.
         gates: let passes wait for experts on the device; None where each layer is queued when its experts are there.
     """
 
     accelerator: Accelerator
-    kernels: Callable[[SlotLayout, int, int], Backend]
+    kernels: MakeKernels
     rows: RowOps
     residual: ResidualTools
     gates: GateOps | None = None
@@ -76,8 +83,9 @@ class Toolkit:
     def cuda(cls, settings: RunSettings, graphs: bool = True) -> Toolkit:
         """The current GPU with the kernels of `cuda/`."""
 
-        def kernels(layout: SlotLayout, num_slots: int, max_tokens: int) -> Backend:
-            return ExpertKernels(layout, num_slots, max_tokens, settings.kernel_dispatch, settings.fused_kernel)
+        def kernels(layout: SlotLayout, num_slots: int, max_tokens: int, beside: bool = False) -> Backend:
+            table, config = settings.kernel_dispatch, settings.fused_kernel
+            return ExpertKernels(layout, num_slots, max_tokens, table, config, beside)
 
         residual = ResidualTools(ResidualPool, lambda layout: ResidualExperts(layout, settings.fused_kernel))
         return cls(Cuda(graphs), kernels, RowKernels(), residual, GateKernels() if graphs else None)
@@ -139,7 +147,7 @@ def load_pack(
         model = DeviceModel(pack.config_folder, pack.spec, pack.read_dense, names, device, capacity, toolkit.rows)
     bank, residual = None, ResidualFacts.of(pack)
     if drafts(settings) or residual is not None:
-        bank = make_bank(pack_layers(pack, shape, device, settings.direct_io), toolkit)
+        bank = make_bank(pack_layers(pack, shape, device, settings.direct_io), toolkit, model)
     store = RecordStore(pack.target_locations(), direct=settings.direct_io)
     try:
         keys, readers = pack.spec.expert_keys(), max(4, settings.max_parallel_transfers)
@@ -168,11 +176,11 @@ def drafts(settings: RunSettings) -> bool:
     return settings.speculate and settings.prefetch_window > 0
 
 
-def make_bank(layers: Any, toolkit: Toolkit) -> ResidentBank:
-    """The draft's experts from slots on the device."""
+def make_bank(layers: Any, toolkit: Toolkit, model: DeviceModel) -> ResidentBank:
+    """The draft's experts from slots on the device, beside what the model computes itself."""
 
     def kernels(layout: SlotLayout) -> Backend:
-        return toolkit.kernels(layout, layout.shape.num_experts, ROWS)
+        return toolkit.kernels(layout, layout.shape.num_experts, ROWS, beside=model.shares)
 
     with shortage("device memory for the draft's experts", f"{_FREE}, or run without a draft (--no-speculate)"):
         return ResidentBank(layers, kernels, toolkit.accelerator.device)
@@ -306,7 +314,6 @@ class GpuEngine(BaseEngine):
         """Run every kernel once with nothing to do and reserve the KV cache, so that recording only records."""
         accelerator, parts = self._toolkit.accelerator, self._parts
         device, places = accelerator.device, range(len(parts.model.spec.moe_layers))
-        idle = _Idle(shape.top_k, device)
         absent = torch.full((shape.num_experts,), -1, dtype=torch.int32, device=device)
         with accelerator.active():
             self._experts.warm_up()
@@ -320,7 +327,10 @@ class GpuEngine(BaseEngine):
                     parts.bank.run(place, *_idle_call(1, shape, device))
             for rows in (ROWS, 1):
                 inputs = torch.zeros(rows, dtype=torch.int64, device=device)
-                parts.model.rows(inputs, inputs, parts.model.length_for(1), idle)
+                idle = _Idle(shape.top_k, device, ahead=rows == 1)
+                logits = parts.model.rows(inputs, inputs, parts.model.length_for(1), idle)
+            log = _idle_log(accelerator, len(places), shape.top_k)
+            parts.model.ops.advance(logits, log)
             accelerator.mark().wait()
 
     @property
@@ -424,8 +434,8 @@ def slot_experts(parts: Parts, plan: MemoryPlan, toolkit: Toolkit, max_tokens: i
 class _Idle:
     """Stands in for the experts while a model is tried out."""
 
-    def __init__(self, top_k: int, device: torch.device) -> None:
-        self._top_k, self._device = top_k, device
+    def __init__(self, top_k: int, device: torch.device, ahead: bool) -> None:
+        self._top_k, self._device, self.ahead = top_k, device, ahead
 
     def compute(self, place: int, hidden: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(hidden)
@@ -435,6 +445,14 @@ class _Idle:
     def routing(self, place: int, rows: int) -> Routing:
         index = torch.zeros(rows, self._top_k, dtype=torch.int32, device=self._device)
         return Routing(index, torch.zeros(rows, self._top_k, device=self._device))
+
+
+def _idle_log(accelerator: Accelerator, places: int, top_k: int) -> StepLog:
+    """Room for what one step leaves behind."""
+    state = torch.zeros(3, dtype=torch.int64, device=accelerator.device)
+    chosen = torch.zeros(places, 1, top_k, dtype=torch.int32, device=accelerator.device)
+    tokens, routes = accelerator.host((1,), torch.int64), accelerator.host((1, places, top_k), torch.int32)
+    return StepLog(state, chosen, accelerator.seen(tokens), accelerator.seen(routes))
 
 
 def _idle_call(tokens: int, shape: ExpertShape, device: torch.device) -> tuple[torch.Tensor, ...]:

@@ -48,6 +48,9 @@ class DeviceModel:
         capacity: tokens of the KV cache, reserved at the first pass.
         ops: compute decoding passes where they can; otherwise the library's modules do.
 
+    Attributes:
+        spec, device, capacity, ops: as given.
+
     Raises:
         InputError: transformers cannot build the model, or tensors are missing.
     """
@@ -63,7 +66,7 @@ class DeviceModel:
         ops: RowOps,
     ) -> None:
         attention.register()
-        self.spec, self.device, self.capacity = spec, device, capacity
+        self.spec, self.device, self.capacity, self.ops = spec, device, capacity, ops
         self.model = loader.build(config_folder, torch.bfloat16, spec, attention.NAME)
         loader.load_dense(self.model, spec, lambda name: read(name).to(device), names)
         for module in self.model.modules():
@@ -88,6 +91,11 @@ class DeviceModel:
     def config(self) -> Any:
         """The library's configuration object."""
         return self.model.config
+
+    @property
+    def shares(self) -> bool:
+        """Whether decoding passes have shared experts that `RowOps` computes."""
+        return self._decoder is not None and self._decoder.shares
 
     @property
     def max_context(self) -> int:

@@ -29,7 +29,14 @@ _WINDOW_OF_ALL = ("mixtral", "olmoe")  # whose window stands in the configuratio
 
 
 class RowExperts(Protocol):
-    """Computes the routed experts of a layer inside a decoding pass."""
+    """Computes the routed experts of a layer inside a decoding pass.
+
+    Attributes:
+        ahead: whether they are queued before the shared ones, which then run beside them. Otherwise the shared ones
+            come first, so that there is something to compute while experts are looked for.
+    """
+
+    ahead: bool
 
     def compute(self, place: int, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See `LayerExperts`."""
@@ -108,8 +115,8 @@ class _Linears:
     def __call__(self, h: Tensor, x: Tensor, here: _Here) -> Tensor:
         return self._ops.add(self._down, None, self.inner(x), h)
 
-    def inner(self, x: Tensor) -> Tensor:
-        return self._ops.swiglu(self._gate_up, x)
+    def inner(self, x: Tensor, beside: bool = False) -> Tensor:
+        return self._ops.swiglu(self._gate_up, x, beside)
 
     def join(self, h: Tensor, inner: Tensor, routed: Tensor, gate: Tensor | None) -> Tensor:
         return self._ops.join(self._down, inner, h, routed, gate)
@@ -119,7 +126,7 @@ class _Experts:
     """Router, routed experts, and shared ones where there are any."""
 
     def __init__(self, module: Any, place: int, ops: RowOps, router: bool | None, shared: _Linears | None) -> None:
-        self._place, self._ops, self._round, self._shared = place, ops, router, shared
+        self._place, self._ops, self._round, self.shared = place, ops, router, shared
         self._gate: Any = module.gate if hasattr(module, "gate") else module.router
         self._num_experts = len(self._gate.weight)
         parts = [self._gate]
@@ -131,24 +138,29 @@ class _Experts:
     def __call__(self, h: Tensor, x: Tensor, here: _Here) -> Tensor:
         if self._weight is None:
             _, weights, index = self._gate(x)
-            inner = self._inner(x)
-            routed = here.experts.compute(self._place, x, index, weights)
+            inner, routed = self._both(x, here, lambda: here.experts.compute(self._place, x, index, weights))
             return self._sum(h, inner, routed, None)
         logits = self._ops.linear(self._weight, None, x)
         renormalise = getattr(self._gate, "norm_topk_prob", True)
         to = here.experts.routing(self._place, len(x))
         self._ops.route(logits[:, : self._num_experts], to, renormalise, bool(self._round))
-        inner = self._inner(x)  # before the experts: there is something to compute while they are looked for
-        routed = here.experts.routed(self._place, x)
+        inner, routed = self._both(x, here, lambda: here.experts.routed(self._place, x))
         return self._sum(h, inner, routed, logits[:, self._num_experts :] if self._has_gate else None)
 
-    def _inner(self, x: Tensor) -> Tensor | None:
-        return None if self._shared is None else self._shared.inner(x)
+    def _both(self, x: Tensor, here: _Here, experts: Callable[[], Tensor]) -> tuple[Tensor | None, Tensor]:
+        """What the shared experts' first product gives, and the routed ones."""
+        if self.shared is None:
+            return None, experts()
+        if here.experts.ahead:
+            routed = experts()
+            return self.shared.inner(x, beside=True), routed
+        inner = self.shared.inner(x)
+        return inner, experts()
 
     def _sum(self, h: Tensor, inner: Tensor | None, routed: Tensor, gate: Tensor | None) -> Tensor:
-        if self._shared is None or inner is None:
+        if self.shared is None or inner is None:
             return h + routed
-        return self._shared.join(h, inner, routed, gate)
+        return self.shared.join(h, inner, routed, gate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +180,9 @@ class RowsDecoder:
         moe_layers: true numbers of the layers with experts.
         kv: the cache.
         ops: what computes.
+
+    Attributes:
+        shares: whether any layer has shared experts.
     """
 
     def __init__(self, model: Any, moe_layers: Sequence[int], kv: SharedKv, ops: RowOps) -> None:
@@ -183,6 +198,7 @@ class RowsDecoder:
             for layer_id, layer in enumerate(decoder_layers(model))
         ]
         self._norm = _Norm(model.model.norm, ops)
+        self.shares = any(isinstance(layer.mlp, _Experts) and layer.mlp.shared is not None for layer in self._layers)
 
     @staticmethod
     def accepts(model: Any, ops: RowOps) -> bool:

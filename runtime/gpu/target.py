@@ -88,6 +88,8 @@ class RowsTarget:
     their way, those that are there are computed already.
     """
 
+    ahead = False
+
     def __init__(self, exact: Exact) -> None:
         accelerator, spec, device = exact.accelerator, exact.model.spec, exact.accelerator.device
         self._accelerator, self._model, self._cache = accelerator, exact.model, exact.cache

@@ -83,6 +83,8 @@ CATALOG: tuple[Entry, ...] = (
     *(Entry(combine.source(activation), 64) for activation in Activation),
     Entry(rows.linear_source(4), 128),
     Entry(rows.linear_source(16), 80),
+    Entry(rows.next_source(), 64),
+    Entry(plan(SlotLayout(_QWEN, _INT4), 8, FusedConfig(), H200, beside=True).source, 96, ("sm_90",)),
     *(Entry(rows.norm_source(experts, width), 128) for experts, width in ((1024, 16384), (60, 2048))),
     *(Entry(rows.attention_source(size, groups), 128) for size, groups in ((128, 1), (64, 16), (96, 2), (256, 8))),
     *(

@@ -18,9 +18,13 @@ _RED_BUFFERS = 2
 _KEPT_UNITS = 2  # of a token's columns that a compute warp keeps in registers
 _WORTHWHILE_TOKENS = 8
 _FEWEST_STAGES, _MOST_STAGES = 2, 12  # of a team
+BESIDE_SMEM_BYTES = 80 << 10  # of a block that leaves room for blocks of the next kernel
+_BESIDE_COMPUTE = 8
 
 
-def plan(layout: SlotLayout, max_tokens: int, experts_per_block: int, smem_limit_bytes: int) -> FusedPlan:
+def plan(
+    layout: SlotLayout, max_tokens: int, experts_per_block: int, smem_limit_bytes: int, beside: bool = False
+) -> FusedPlan:
     """Choose the constants of one variant.
 
     The order of sums depends on the layer alone: a row has the same bits in any batch.
@@ -30,6 +34,8 @@ def plan(layout: SlotLayout, max_tokens: int, experts_per_block: int, smem_limit
         max_tokens: wanted of one launch, 1 to 16; it may become fewer where shared memory is short or top_k large.
         experts_per_block: experts whose tiles alternate in the pool; 0 and 1 are the same.
         smem_limit_bytes: shared memory that a block may have.
+        beside: leave room on each SM for the next kernel, where the layer can be computed in less; the bits are the
+            same.
 
     Raises:
         ShapeError: a layer of another form, or one that does not fit into the GPU's shared memory.
@@ -40,11 +46,13 @@ def plan(layout: SlotLayout, max_tokens: int, experts_per_block: int, smem_limit
             expected="int4 or int8 experts for the kernel with roles", found=form.kind, mend="use moe_small.cu"
         )
     most = max(1, min(max_tokens, MAX_TOKENS, MAX_PAIRS // shape.top_k))
+    if beside:
+        stages = _stages(layout, _BESIDE_COMPUTE, most, min(smem_limit_bytes, BESIDE_SMEM_BYTES))
+        if stages >= _FEWEST_STAGES:
+            return _made(layout, _BESIDE_COMPUTE, most, stages, experts_per_block, beside)
     for tokens in range(most, 0, -1):
         for compute in _COMPUTE:
-            stages = _MOST_STAGES
-            while stages >= _FEWEST_STAGES and _smem_bytes(layout, compute, tokens, stages) > smem_limit_bytes:
-                stages -= 1
+            stages = _stages(layout, compute, tokens, smem_limit_bytes)
             if stages >= _FEWEST_STAGES:
                 return _made(layout, compute, tokens, stages, experts_per_block)
     raise ShapeError(
@@ -63,12 +71,23 @@ def fits(layout: SlotLayout, smem_limit_bytes: int) -> bool:
     return layout.form.is_coded and _smem_bytes(layout, TEAM, tokens, _FEWEST_STAGES) <= smem_limit_bytes
 
 
-def _made(layout: SlotLayout, compute: int, tokens: int, stages: int, experts_per_block: int) -> FusedPlan:
+def _stages(layout: SlotLayout, compute: int, tokens: int, smem_limit_bytes: int) -> int:
+    """How many fit, at most; fewer than a team needs where the layer does not."""
+    stages = _MOST_STAGES
+    while stages >= _FEWEST_STAGES and _smem_bytes(layout, compute, tokens, stages) > smem_limit_bytes:
+        stages -= 1
+    return stages
+
+
+def _made(
+    layout: SlotLayout, compute: int, tokens: int, stages: int, experts_per_block: int, beside: bool = False
+) -> FusedPlan:
     values = layer_values(layout, tokens, experts_per_block) | {
         "COMPUTE": compute,
         "TEAM": TEAM,
         "FINISHERS": _FINISHERS,
         "STAGES": stages,
+        "BESIDE": int(beside),
     }
     return FusedPlan.of(
         SOURCE,

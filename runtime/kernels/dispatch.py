@@ -50,6 +50,7 @@ class ExpertKernels:
         max_tokens: of any call.
         table: measured on this GPU, as a profile's `kernel_dispatch` holds it.
         config: the shape of the fused kernel, as a profile's `fused_kernel` holds it.
+        beside: leave room for the kernel that is queued next; see `FusedExperts`.
 
     Raises:
         KernelError: no GPU that will do.
@@ -62,10 +63,11 @@ class ExpertKernels:
         max_tokens: int,
         table: DispatchTable | None = None,
         config: FusedConfig | None = None,
+        beside: bool = False,
     ) -> None:
         self.layout, self.num_slots, self.max_tokens = layout, num_slots, max_tokens
         self._gpu = current_gpu()
-        self._config = config or FusedConfig()
+        self._config, self._beside = config or FusedConfig(), beside
         self._able = [name for name in (FUSED, GEMM, GROUPED) if self._can(name)]
         self._entry = None if table is None else table.find(layout.shape, layout.form)
         self._made: dict[str, Backend] = {}
@@ -144,7 +146,7 @@ class ExpertKernels:
     def _make(self, name: str) -> Backend:
         device = torch.device("cuda", self._gpu.index)
         if name == FUSED:
-            return FusedExperts(self.layout, self._config)
+            return FusedExperts(self.layout, self._config, self._beside)
         if name == GEMM:
             return GemmExperts(self.layout, self.max_tokens, device)
         return GroupedExperts(self.layout, self.max_tokens, self.num_slots, device)

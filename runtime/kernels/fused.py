@@ -21,7 +21,7 @@ from runtime.kernels.shape import ExpertShape
 __all__ = ["FusedConfig", "FusedExperts", "FusedPlan", "Variants", "plan", "require_tensor", "require_tokens"]
 
 
-def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, gpu: Gpu) -> FusedPlan:
+def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, gpu: Gpu, beside: bool = False) -> FusedPlan:
     """The kernel for a layer on a GPU, with its constants.
 
     INT4 and INT8 are computed by warps with roles (`codes_plan`) from compute capability 9.0 up, where the layer fits
@@ -33,13 +33,14 @@ def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, gpu: Gpu) -> 
         max_tokens: wanted of one launch, 1 to 16; the plan may have fewer.
         config: what the caller fixes.
         gpu: where it will run.
+        beside: leave room for the next kernel, where the kernel can.
 
     Raises:
         ShapeError: no variant of this configuration fits into the GPU's shared memory.
     """
     limit_bytes = gpu.smem_per_block_bytes
     if config.block_dim == 0 and gpu.capability >= codes_plan.CAPABILITY and codes_plan.fits(layout, limit_bytes):
-        return codes_plan.plan(layout, max_tokens, config.experts_per_block, limit_bytes)
+        return codes_plan.plan(layout, max_tokens, config.experts_per_block, limit_bytes, beside)
     return fused_plan.plan(layout, max_tokens, config, limit_bytes)
 
 
@@ -56,17 +57,19 @@ class FusedExperts:
     Args:
         layout: of the pools' slots.
         config: the shape of the kernel. With `experts_per_block` above 1 pools of codes must be interleaved.
+        beside: leave room on the GPU for the kernel that is queued next, which may begin at once
+            (`RowOps.swiglu`); a little slower alone.
 
     Raises:
         KernelError: no GPU that will do.
     """
 
-    def __init__(self, layout: SlotLayout, config: FusedConfig | None = None) -> None:
+    def __init__(self, layout: SlotLayout, config: FusedConfig | None = None, beside: bool = False) -> None:
         self.layout, self.config = layout, config or FusedConfig()
         self._gpu = current_gpu()
         self._group = max(1, self.config.experts_per_block) if layout.form.is_coded else 1
         self._variants = Variants(
-            lambda tokens: plan(layout, tokens, self.config, self._gpu), layout.shape.moe_intermediate_size
+            lambda tokens: plan(layout, tokens, self.config, self._gpu, beside), layout.shape.moe_intermediate_size
         )
 
     def run(

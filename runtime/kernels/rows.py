@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from runtime.kernels.codes_plan import BESIDE_SMEM_BYTES
 from runtime.kernels.compile import Source, load
 from runtime.kernels.device import current_gpu
 from runtime.kernels.launch import Kernel
@@ -18,8 +19,27 @@ _TILE, _CHUNK = 16, 32  # weight rows of a block, columns of a step
 _KEYS, _PADDING = 128, 8  # keys of a block, elements between two rows in shared memory
 _MOST_SHARE, _SMEM_OF_DRIVER = 4, 1024  # blocks of an SM that are held to it, bytes of each that the driver keeps
 _FIXED_SMEM_BYTES = 2048  # of attend_rows, beside what attend_smem counts
-_NORM_THREADS, _ROTATE_THREADS, _ROUTE_THREADS, _ATTEND_THREADS = 256, 64, 32, 256
+_SMEM_OF_SWIGLU = 6 << 10  # at least what it declares
+_NORM_THREADS, _ROTATE_THREADS, _ROUTE_THREADS, _ATTEND_THREADS, _NEXT_THREADS = 256, 64, 32, 256, 256
+_NEXT_BLOCKS = 64
 _MOST_WIDTH, _MOST_EXPERTS, _MOST_CHOICES, _MOST_HEAD, _MOST_GROUPS = 16384, 1024, 32, 256, 16
+
+
+@dataclass(frozen=True, slots=True)
+class StepLog:
+    """What the steps of a draft leave behind.
+
+    Attributes:
+        state: int64 [3]: token, position and number of the step at hand.
+        chosen: int32 [layers, 1, k], the experts of the step at hand.
+        tokens: int64 [steps], in the host's memory: what each step proposes.
+        routes: int32 [steps, layers, k], in the host's memory: its experts.
+    """
+
+    state: Tensor
+    chosen: Tensor
+    tokens: Tensor
+    routes: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +84,12 @@ class RowOps(Protocol):
     def join(self, weight: Tensor, x: Tensor, residual: Tensor, routed: Tensor, gate: Tensor | None) -> Tensor:
         """residual + (routed + sigmoid(gate) * linear): [M, N]; gate is a column [M, 1], None counts as 1."""
 
-    def swiglu(self, weight: Tensor, x: Tensor) -> Tensor:
-        """silu(x times the first half of weight [2N, K]) times (x times the second): [M, N]."""
+    def swiglu(self, weight: Tensor, x: Tensor, beside: bool = False) -> Tensor:
+        """silu(x times the first half of weight [2N, K]) times (x times the second): [M, N].
+
+        With `beside` it may run beside the operation ahead of it, which x does not depend on: x was complete before
+        that one was launched, and before the one ahead of that one ended. Both are over for whatever comes next.
+        """
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
         """RMSNorm, or with a bias LayerNorm, of each len(weight) neighbours of x [M, W]: [M, W]; `out` may be x."""
@@ -96,6 +120,9 @@ class RowOps(Protocol):
     def route(self, logits: Tensor, to: Routing, renormalise: bool, round_weights: bool) -> None:
         """The k most likely of logits [M, E]; their weights may be divided by their sum, and rounded to BF16."""
 
+    def advance(self, logits: Tensor, log: StepLog) -> None:
+        """Take the first largest of logits [1, V] as the next token: log it, and make the next step the one at hand."""
+
 
 def linear_source(warps: int) -> Source:
     """cuda/rows_linear.cu with so many warps a block."""
@@ -105,6 +132,11 @@ def linear_source(warps: int) -> Source:
 def norm_source(num_experts: int = _MOST_EXPERTS, width: int = _MOST_WIDTH) -> Source:
     """cuda/rows_norm.cu; its router is for so many experts, its norms are of at most this width."""
     return Source("rows_norm.cu", (("EXPERTS", num_experts), ("WIDTH", width)))
+
+
+def next_source() -> Source:
+    """cuda/rows_next.cu."""
+    return Source("rows_next.cu")
 
 
 def attention_source(size: int, groups: int) -> Source:
@@ -123,6 +155,7 @@ class RowKernels:
         self._device = torch.device("cuda", self._gpu.index)
         self._partial = torch.empty(0, device=self._device)
         self._tickets = torch.zeros(0, dtype=torch.int32, device=self._device)
+        self._best = torch.zeros(2, dtype=torch.int64, device=self._device)
         self._kept: list[Tensor] = []
 
     def fits_linear(self, weight: Tensor) -> bool:
@@ -161,11 +194,11 @@ class RowKernels:
         self._launch_linear("join_rows", len(weight), (weight, x, y, *sizes, residual, routed, gate, stride))
         return y
 
-    def swiglu(self, weight: Tensor, x: Tensor) -> Tensor:
+    def swiglu(self, weight: Tensor, x: Tensor, beside: bool = False) -> Tensor:
         """See `RowOps`."""
-        half = len(weight) // 2
+        half, name = len(weight) // 2, "swiglu_beside_rows" if beside else "swiglu_rows"
         y = x.new_empty(len(x), half)
-        self._launch_linear("swiglu_rows", half, (weight, x, y, half, x.shape[1], x.stride(0), len(x)))
+        self._launch_linear(name, half, (weight, x, y, half, x.shape[1], x.stride(0), len(x)), beside)
         return y
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
@@ -213,20 +246,34 @@ class RowKernels:
         args = (logits, to.index, to.weights, to.seen, logits.stride(0), top_k, *flags)
         kernel.launch(len(logits), args, programmatic=True)
 
+    def advance(self, logits: Tensor, log: StepLog) -> None:
+        """See `RowOps`."""
+        kernel = _kernel(self._gpu.index, next_source(), "next_rows", _NEXT_THREADS)
+        sizes = logits.shape[1], log.chosen.numel()
+        args = (logits, log.state, log.chosen, log.tokens, log.routes, self._best, *sizes)
+        kernel.launch(_NEXT_BLOCKS, args, programmatic=True)
+
     def _sizes(self, weight: Tensor, x: Tensor) -> tuple[int, int, int, int]:
         return (*weight.shape, x.stride(0), len(x))
 
-    def _launch_linear(self, name: str, count: int, args: tuple[Tensor | int | None, ...]) -> None:
+    def _launch_linear(
+        self, name: str, count: int, args: tuple[Tensor | int | None, ...], beside: bool = False
+    ) -> None:
         """A block a tile; few blocks have more warps each, so that as much is under way.
 
         Blocks come to an SM as soon as one of the kernel ahead leaves it: left to themselves they would all go to the
-        first SMs that are free. So each asks for so much shared memory that no SM takes more than its share.
+        first SMs that are free. So each asks for so much shared memory that no SM takes more than its share; beside
+        experts that an SM takes no more than its share and they do.
         """
         tiles = -(-count // _TILE)
         share = -(-tiles // self._gpu.num_sms)
         warps = 16 if share == 1 else 4
         smem_bytes = 0
-        if share <= _MOST_SHARE:
+        if beside:
+            left = self._gpu.smem_per_block_bytes - BESIDE_SMEM_BYTES
+            smem_bytes = max(0, left // share - _SMEM_OF_DRIVER - _SMEM_OF_SWIGLU)
+            warps = 4
+        elif share <= _MOST_SHARE:
             smem_bytes = (self._gpu.smem_per_block_bytes + _SMEM_OF_DRIVER) // (share + 1) - _SMEM_OF_DRIVER
         kernel = _kernel(self._gpu.index, linear_source(warps), name, 32 * warps, smem_bytes)
         kernel.launch(tiles, args, programmatic=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from runtime.kernels.rows import Routing
+from runtime.kernels.rows import Routing, StepLog
 
 
 class TorchRows:
@@ -41,7 +41,7 @@ class TorchRows:
         shared = F.linear(x, weight)
         return residual + (routed + (shared if gate is None else torch.sigmoid(gate) * shared))
 
-    def swiglu(self, weight: Tensor, x: Tensor) -> Tensor:
+    def swiglu(self, weight: Tensor, x: Tensor, beside: bool = False) -> Tensor:
         """See `RowOps`."""
         gate, up = F.linear(x, weight).chunk(2, -1)
         return F.silu(gate) * up
@@ -104,3 +104,10 @@ class TorchRows:
         to.weights.copy_(weights.to(logits.dtype) if round_weights else weights)
         if to.seen is not None:
             to.seen.copy_(to.index)
+
+    def advance(self, logits: Tensor, log: StepLog) -> None:
+        """See `RowOps`."""
+        number, token = int(log.state[2]), int(logits[0].float().argmax())
+        log.tokens[number] = token
+        log.routes[number] = log.chosen[:, 0]
+        log.state.copy_(torch.tensor([token, int(log.state[1]) + 1, number + 1]))

@@ -352,7 +352,7 @@ def toolkit(
     With `needs_pinned` it is as if the driver had refused to pin the arena.
     """
 
-    def kernels(layout: SlotLayout, num_slots: int, max_tokens: int) -> TorchKernels:
+    def kernels(layout: SlotLayout, num_slots: int, max_tokens: int, beside: bool = False) -> TorchKernels:
         one = TorchKernels(layout, max_tokens)
         if made is not None:
             made.append(one)

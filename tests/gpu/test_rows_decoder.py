@@ -35,7 +35,7 @@ class Experts:
     """A sum that depends on every expert chosen and on its weight."""
 
     def __init__(self, top_k: int) -> None:
-        self._top_k, self.written = top_k, 0
+        self._top_k, self.written, self.ahead = top_k, 0, False
 
     def compute(self, place: int, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return hidden * (top_k_weights * (top_k_index + 1)).sum(-1, keepdim=True) * (place + 1) * 0.1
@@ -89,6 +89,7 @@ def test_equals_the_library(name: str, tmp_path: Path) -> None:
             ([3, 4], [5, 6]),
         ):
             ids, positions = torch.tensor(tokens), torch.tensor(places)
+            experts.ahead = len(tokens) == 1
             kv.place_rows(positions, 16)
             shared.rows(positions, 16)
             if decoder is None:

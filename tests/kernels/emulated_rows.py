@@ -15,9 +15,10 @@ from runtime.kernels.device import Gpu
 from tests.kernels import emulated
 
 KERNELS = {
-    "rows_linear.cu": ("linear_rows", "add_rows", "join_rows", "swiglu_rows"),
+    "rows_linear.cu": ("linear_rows", "add_rows", "join_rows", "swiglu_rows", "swiglu_beside_rows"),
     "rows_norm.cu": ("norm_rows", "rotate_rows", "route_rows"),
     "rows_attention.cu": ("attend_rows",),
+    "rows_next.cu": ("next_rows",),
     "gate.cu": ("gate_open", "gate_wait"),
 }
 AHEAD = {  # places of arguments that the kernel ahead may have written: not there before a block has waited for it
@@ -25,9 +26,11 @@ AHEAD = {  # places of arguments that the kernel ahead may have written: not the
     "add_rows": (2, 8),
     "join_rows": (1, 7, 8, 9),
     "swiglu_rows": (1,),
+    "swiglu_beside_rows": (),
     "norm_rows": (0,),
     "rotate_rows": (0, 1, 2, 3),
     "route_rows": (0,),
+    "next_rows": (0, 2),
     "attend_rows": (0, 1, 2),
     "gate_open": (0,),
     "gate_wait": (0, 4),

@@ -90,6 +90,21 @@ def test_codes_are_computed_by_roles_where_the_gpu_can(gpu: Gpu, form: Kind, con
         assert fused.plan(layout, tokens, config, gpu).source.name == wanted
 
 
+@pytest.mark.parametrize("name", ["qwen1.5-moe", "deepseek-v2-lite"])
+def test_a_block_leaves_room_for_the_next_kernel_and_has_the_same_order_of_sums(name: str) -> None:
+    layout = SlotLayout(KNOWN[name].shape, WeightForm("int4", 128))
+    alone, beside = (fused.plan(layout, 8, FusedConfig(), H200, beside=beside) for beside in (False, True))
+    assert beside.smem_bytes <= codes_plan.BESIDE_SMEM_BYTES < alone.smem_bytes and beside.threads < alone.threads
+    values, others = dict(beside.source.defines), dict(alone.source.defines)
+    assert (values["BESIDE"], others["BESIDE"]) == (1, 0) and values["TEAM"] == others["TEAM"]
+
+
+def test_a_layer_that_needs_more_leaves_no_room() -> None:
+    layout = SlotLayout(KNOWN["deepseek-v3"].shape, WeightForm("int4", 128))
+    beside = codes_plan.plan(layout, 8, 0, 232448, beside=True)
+    assert beside == codes_plan.plan(layout, 8, 0, 232448)
+
+
 def test_a_layer_that_does_not_fit_roles_takes_the_other_kernel() -> None:
     layout = SlotLayout(ExpertShape(1024, 600, 512, 2048), WeightForm("int4"))
     assert not codes_plan.fits(layout, 131072)

@@ -33,10 +33,11 @@ class Layer:
         edit: tuple[str, str] | None = None,
         roles: bool = False,
         stages: int = 3,
+        beside: bool = False,
     ) -> None:
         self.shape, self.layout = shape, SlotLayout(shape, form)
         if roles:
-            chosen = codes_plan.plan(self.layout, max_tokens, 0, FEW_ROLES_BYTES)
+            chosen = codes_plan.plan(self.layout, max_tokens, 0, FEW_ROLES_BYTES, beside)
         else:
             config = FusedConfig(block_dim=128, stages=stages)
             chosen = fused_plan.plan(self.layout, max_tokens, config, ANY_SMEM_BYTES)

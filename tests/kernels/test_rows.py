@@ -9,11 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.kernels.rows import MAX_ROWS, Routing, RowKernels
+from runtime.kernels.fused import FusedExperts
+from runtime.kernels.rows import MAX_ROWS, Routing, RowKernels, StepLog
 from runtime.kernels.rows_reference import TorchRows
+from runtime.kernels.shape import ExpertShape
+from tests.kernels.layers import INT4, random_layer
 
 pytestmark = pytest.mark.gpu
 STEP = 2.0**-8  # half of what BF16 rounds by, relative
+SIZES_BESIDE = ((2 * 5632, 2048), (2048, 5632), (61, 2048))
 SHAPES = [(1, 32), (16, 64), (17, 96), (61, 2048), (2048, 5632), (2111, 160), (3000, 288)]
 
 
@@ -273,3 +277,68 @@ def test_steps_in_a_graph_follow_each_other(ops: RowKernels) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("n", [5, 1000, 151936])
+def test_the_next_token_is_the_first_largest_and_logged(ops: RowKernels, n: int) -> None:
+    state, chosen = torch.tensor([0, 40, 0]).cuda(), torch.zeros(24, 1, 4, dtype=torch.int32).cuda()
+    log = StepLog(state, chosen, torch.full((40,), -1).cuda(), torch.full((40, 24, 4), -1).int().cuda())
+    table = normal(32, n, seed=1)
+    table[3] = 0.5
+    table[4, n // 3 :: 7] = torch.nan
+    logits = table[:1].clone()
+
+    def step() -> None:
+        logits.copy_(table.index_select(0, log.state[2:]))
+        chosen.add_(1)
+        ops.advance(logits, log)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(31):
+            step()
+    graph.replay()
+    torch.cuda.synchronize()
+    wanted = table.float().cpu().argmax(-1).tolist()
+    assert log.tokens.tolist() == [*wanted, *[-1] * 8] and state.tolist() == [wanted[-1], 72, 32]
+    assert (log.routes[:32].cpu() == torch.arange(1, 33).view(-1, 1, 1)).all() and (log.routes[32:] == -1).all()
+
+
+def test_what_runs_beside_the_experts_gives_the_same(ops: RowKernels) -> None:
+    """Steps as a layer of the draft queues them, recorded and replayed, against the same one by one."""
+    layer = random_layer(ExpertShape(60, 4, 2048, 1408), INT4)
+    up, down, router = (normal(*sizes, seed=seed, scale=0.02) for seed, sizes in enumerate(SIZES_BESIDE))
+    norm_weight = normal(2048, seed=4)
+    beside = FusedExperts(layer.layout, beside=True)
+
+    def chain(rows: int, experts: FusedExperts, wait: Callable[[], None], together: bool) -> Tensor:
+        h = normal(rows, 2048, seed=9)
+        for _ in range(6):
+            x = ops.norm(h, norm_weight, None, 1e-6)
+            wait()
+            logits, routed = ops.linear(router, None, x), torch.empty_like(x)
+            to = Routing(torch.empty(rows, 4, dtype=torch.int32, device="cuda"), torch.empty(rows, 4, device="cuda"))
+            wait()
+            ops.route(logits[:, :60], to, False, False)
+            wait()
+            experts.run(layer.pool, layer.slot_of, x, to.index, to.weights, routed)
+            wait()
+            inner = ops.swiglu(up, x, beside=together)
+            wait()
+            h = ops.join(down, inner, h, routed, logits[:, 60:])
+            wait()
+        return h
+
+    for rows in (1, 8):
+        wanted = chain(rows, FusedExperts(layer.layout), torch.cuda.synchronize, together=False)
+        assert wanted.isfinite().all()
+        assert torch.equal(chain(rows, beside, torch.cuda.synchronize, together=True), wanted)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = chain(rows, beside, lambda: None, together=True)
+        for _ in range(20):
+            found.zero_()
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(found, wanted)

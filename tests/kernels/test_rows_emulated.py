@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.kernels.rows import MAX_ROWS, Routing, RowKernels
+from runtime.kernels.rows import MAX_ROWS, Routing, RowKernels, StepLog
 from runtime.kernels.rows_reference import TorchRows
 from tests.kernels.emulated_rows import row_kernels
 
@@ -47,6 +47,7 @@ def test_gates_and_joins(ops: RowKernels, n: int, k: int) -> None:
     weight, x = normal(2 * n, k, seed=1, scale=k**-0.5), normal(MAX_ROWS, k, seed=2)
     gate, up = (x.double() @ weight.double().T).chunk(2, -1)
     exact = PLAIN.swiglu(weight.double(), x.double())
+    assert torch.equal(ops.swiglu(weight, x, beside=True), ops.swiglu(weight, x))
     assert ((ops.swiglu(weight, x) - exact).abs() <= (gate.abs() * up.abs() + exact.abs()) * 6 * STEP + 1e-6).all()
     residual, routed, logits = (normal(MAX_ROWS, size, seed=size) for size in (n, n + 1, 5))
     all_of = weight[:n], x, residual, routed[:, :n].contiguous(), logits[:, 4:]
@@ -128,6 +129,29 @@ def test_routers(ops: RowKernels, experts: int, top_k: int) -> None:
         assert ((to.weights[good] - wanted).abs() <= wanted * (STEP if round_weights else 0) + 1e-6).all()
 
 
+def test_the_next_token_is_the_first_largest_and_logged(ops: RowKernels) -> None:
+    chosen = torch.zeros(3, 1, 2, dtype=torch.int32)
+    for n in (1, 7, 8, 1000):
+        log = StepLog(torch.tensor([0, 40, 0]), chosen, torch.full((6,), -1), torch.full((6, 3, 2), -1).int())
+        rows = [
+            normal(1, n, seed=1),
+            torch.zeros(1, n).bfloat16(),
+            -normal(1, n, seed=2).abs() - 1,
+            normal(1, n, seed=3),
+        ]
+        rows[1][0, : n // 2] = -0.0
+        rows[3][0, n // 3 :: 5] = torch.nan
+        tokens = []
+        for number, logits in enumerate(rows):
+            chosen += torch.arange(6, dtype=torch.int32).view(3, 1, 2) + 1
+            ops.advance(logits, log)
+            tokens.append(int(logits[0].float().argmax()))
+            assert log.state.tolist() == [tokens[-1], 41 + number, number + 1]
+            assert torch.equal(log.routes[number], chosen[:, 0]) and (log.routes[number + 1 :] == -1).all()
+        assert log.tokens.tolist() == [*tokens, -1, -1]
+    assert not ops._best.any()
+
+
 def linear(ops: RowKernels) -> None:
     test_products_of_integers_are_exact(ops, 61, 288, 3)
 
@@ -137,7 +161,7 @@ def attend(ops: RowKernels) -> None:
 
 
 FAULTS = {
-    "x is read too early": (linear, "  wait_for_previous_kernel();\n  let_next_kernel_start();\n", ""),
+    "x is read too early": (linear, "  if (!BESIDE) wait_for_previous_kernel();\n", ""),
     "warps do not wait for each other": (linear, "= c[t][i];\n  __syncthreads();", "= c[t][i];"),
     "scores are read too early": (attend, "  __syncthreads();\n\n  for (int line = warp", "  for (int line = warp"),
     "values are read too early": (attend, "  copy_wait<0>();\n", ""),

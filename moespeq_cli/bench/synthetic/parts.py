@@ -142,7 +142,7 @@ def build_encodings(
             advance()
             yield layout, bank
 
-    bank = make_bank(layers(), toolkit)
+    bank = make_bank(layers(), toolkit, model)
     raw = Parts(
         model,
         Activation.silu,

@@ -50,6 +50,7 @@ inline uint4 load_shared_by_grid(const void* p) {
 }
 inline void store_shared_by_grid(void* p, uint4 v) { memcpy(p, &v, 16), simt::event(); }
 inline uint4 load_read_only(const void* p) { uint4 v; memcpy(&v, p, 16); return v; }
+inline uint4 load_past_l1(const void* p) { return load_read_only(p); }
 inline uint4 load_lines(const void* p) { return load_read_only(p); }
 inline u32 atomic_add(u32* p, u32 n) { const u32 old = *p; *p += n; simt::event(); return old; }
 inline u32 atomic_add_later(u32* p, u32 n, int zero) { return atomic_add(p + zero, n); }

@@ -195,6 +195,9 @@ inline float __ldcg(const float* p) { return *p; }
 inline void __threadfence() {}
 inline void __threadfence_system() {}
 inline int atomicAdd(int* p, int n) { const int before = *p; *p += n; return before; }
+inline u64 atomicAdd(u64* p, u64 n) { const u64 before = *p; *p += n; return before; }
+inline u64 atomicMax(u64* p, u64 n) { const u64 before = *p; if (n > before) *p = n; return before; }
+inline u64 atomicExch(u64* p, u64 n) { const u64 before = *p; *p = n; return before; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline void __syncthreads() { simt::gate(0, simt::machine->threads, "__syncthreads"); }
 inline void __syncwarp() {
