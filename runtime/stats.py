@@ -37,6 +37,7 @@ class DecodeStats:
     prefill_read_bytes: int = 0
     prefill_wait_s: float = 0.0
     prefill_link_s: float = 0.0
+    prefill_idle_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
     total_s: float = 0.0
@@ -54,6 +55,7 @@ class DecodeStats:
         self.prefill_read_bytes += self.cache.read_bytes - before.read_bytes
         self.prefill_wait_s += self.cache.wait_s - before.wait_s
         self.prefill_link_s += self.cache.link_busy_s - before.link_busy_s
+        self.prefill_idle_s += self.cache.link_idle_s - before.link_idle_s
 
     def round_done(self, tried: int, accepted: int) -> None:
         """A verification of `tried` proposals accepted so many."""
@@ -85,6 +87,7 @@ class DecodeStats:
     def as_json(self) -> dict[str, Any]:
         """All figures as one JSON object; rates are null where nothing was counted."""
         generated_s = self.total_s - self.prefill_s
+        busy_s, idle_s = self.cache.link_busy_s - self.prefill_link_s, self.cache.link_idle_s - self.prefill_idle_s
         return {
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.new_tokens,
@@ -115,7 +118,8 @@ class DecodeStats:
             },
             "prefill_read_bytes": self.prefill_read_bytes,
             "bytes_per_token": _ratio(self.cache.read_bytes - self.prefill_read_bytes, self.new_tokens),
-            "link_utilisation": _ratio(self.cache.link_busy_s - self.prefill_link_s, generated_s),
+            "link_utilisation": _ratio(busy_s, generated_s),
+            "link_utilisation_while_missing": _ratio(busy_s, busy_s + idle_s),
             "link_bytes_per_s": _ratio(self.cache.read_bytes, self.cache.link_busy_s),
             "expert_cache": self.cache.snapshot(),
         }

@@ -340,6 +340,7 @@ def _figures(report: dict[str, Any], own_bound_bytes: int, plan: MemoryPlan) -> 
         "verify_ms_per_token": 1e3 * seconds["verify"] / tokens,
         "wait_ms_per_token": 1e3 * seconds["waiting_for_experts"] / tokens,
         "link_utilisation": report["link_utilisation"],
+        "link_utilisation_while_missing": report["link_utilisation_while_missing"],
         "link_gb_per_s": (report["link_bytes_per_s"] or 0) / 1e9,
         "prefill_s": seconds["prefill"],
         "prefill_read_bytes": report["prefill_read_bytes"],

@@ -22,6 +22,7 @@ class CacheStats:
         evictions: records that gave up their slot.
         wait_s: seconds that `stream` stood still for records.
         link_busy_s: seconds with at least one read on the link, up to the last read that ended; checksums not counted.
+        link_idle_s: seconds with nothing on the link though something was to be read that had no slot yet, or no reader.
         read_s: seconds of all reads on the link added up, parallel ones too.
     """
 
@@ -39,6 +40,7 @@ class CacheStats:
     evictions: int = 0
     wait_s: float = 0.0
     link_busy_s: float = 0.0
+    link_idle_s: float = 0.0
     read_s: float = 0.0
 
     @property

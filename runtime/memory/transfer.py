@@ -71,6 +71,7 @@ class TransferQueue:
         self._stats = stats
         self._on_link = 0
         self._busy_since = 0.0  # up to here busy time is counted, while something is on the link
+        self._idle_since: float | None = None  # since when it is empty though something is queued
 
     def plan(self) -> None:
         """Replace the queued prefetches by those of the window.
@@ -86,6 +87,7 @@ class TransferQueue:
             if not (fetch.key in slots or fetch.key in in_flight or fetch.key in demands or fetch.key in failed)
         }
         self._takers = {fetch.victim: fetch for fetch in reversed(self._fetches.values()) if fetch.victim is not None}
+        self._watch_link()
 
     @property
     def num_queued(self) -> int:
@@ -134,6 +136,7 @@ class TransferQueue:
             self._stats.link_busy_s += now - self._busy_since
             self._busy_since = now
             self._on_link -= 1
+            self._watch_link()
         return transfer.read_s
 
     def finish(self, transfer: Transfer, num_bytes: int | None) -> None:
@@ -156,6 +159,7 @@ class TransferQueue:
         self.demands.clear()
         self._fetches.clear()
         self._cut_short = False
+        self._watch_link()
 
     def recover(self) -> None:
         """Forget what is queued and who holds what; only what is in flight, and not in its slot yet, still counts."""
@@ -166,11 +170,21 @@ class TransferQueue:
         self._on_link = sum(transfer.read_s is None for transfer in under_way)
         self._residency.recover([transfer.slot for transfer in under_way])
 
+    def _watch_link(self) -> None:
+        """Count the time in which the link is empty though something is queued."""
+        idle = not self._on_link and self.num_queued > 0
+        if idle and self._idle_since is None:
+            self._idle_since = time.perf_counter()
+        elif not idle and self._idle_since is not None:
+            self._stats.link_idle_s += time.perf_counter() - self._idle_since
+            self._idle_since = None
+
     def _start(self, transfer: Transfer) -> Transfer:
         transfer.started = time.perf_counter()
         if not self._on_link:
             self._busy_since = transfer.started
         self._on_link += 1
+        self._watch_link()
         self.in_flight[transfer.key] = transfer
         return transfer
 

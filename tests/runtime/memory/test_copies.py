@@ -260,3 +260,21 @@ def test_the_link_has_work_while_an_announcement_is_worked_through(
         monkeypatch.setattr(cache._queue, "plan", planned)
         cache.announce([row[:10], row[10:15]] if known else [row[10:15]])
         assert under_way == [2 + 5 if known else 2]
+
+
+def test_an_empty_link_counts_as_idle_only_while_something_is_to_be_read() -> None:
+    cache, _ = make(2)
+    with cache:
+        get(cache, [A, B])
+        time.sleep(0.05)
+        assert cache.stats.link_idle_s == 0
+        cache.announce([[A, B], [C]])
+        with cache.hold([A, B]):
+            time.sleep(0.05)  # C waits for a slot
+        for _ in range(6):
+            cache.poll()
+        idle_s = cache.stats.link_idle_s
+        assert 0.05 <= idle_s < 0.1
+        time.sleep(0.02)
+        get(cache, [C, D])
+        assert cache.stats.link_idle_s - idle_s < 0.01
