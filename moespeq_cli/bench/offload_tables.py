@@ -13,7 +13,8 @@ def ways(rows: Sequence[dict[str, Any]]) -> str:
     """Ways of decoding."""
     head = (
         "memory", "mode", "ms a token (spread)", "GB a token", "clairvoyant, row by row", "hits", "accepted a round",
-        "draft / verify / waiting, ms a token", "link busy, while anything is missing", "link, GB/s", "tensors / in all / plan, GB",
+        "draft / verify / waiting, ms a token", "link busy, while something is missing", "link, GB/s",
+        "tensors / in all / plan, GB",
     )  # fmt: skip
     lines = [
         (

@@ -22,7 +22,7 @@ class CacheStats:
         evictions: records that gave up their slot.
         wait_s: seconds that `stream` stood still for records.
         link_busy_s: seconds with at least one read on the link, up to the last read that ended; checksums not counted.
-        link_idle_s: seconds with nothing on the link though something was to be read that had no slot yet, or no reader.
+        link_idle_s: seconds with nothing on the link though something was to be read, without a slot yet or a reader.
         read_s: seconds of all reads on the link added up, parallel ones too.
     """
 
