@@ -292,8 +292,8 @@ class Sweep:
         bank = made.bank if self._leans(settings, encoding) else None
         parts = dataclasses.replace(made, tier=made.tier.borrowed(), bank=bank)
         if self._disk is not None:
-            readers = max(4, settings.max_parallel_transfers)
-            parts = dataclasses.replace(parts, store=self._disk, tier=HostCache(self._disk, plan.host_slots, readers))
+            tier = HostCache(self._disk, plan.host_slots, settings.max_parallel_transfers)
+            parts = dataclasses.replace(parts, store=self._disk, tier=tier)
         rows: list[list[ExpertKey]] = []
         with GpuEngine(parts, settings, plan, toolkit, keep_trace=True) as engine:
             inner = engine.rows

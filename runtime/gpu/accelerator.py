@@ -101,6 +101,9 @@ class Accelerator(Protocol):
             pinned: whether the source may be read by the device itself.
         """
 
+    def copy_out(self, to: Tensor, source: Tensor, pinned: bool) -> None:
+        """The way back: from the device to this machine's memory, as `copy_in`; nothing queued writes the source."""
+
     def forget_peak(self) -> None:
         """Give back what is kept for later, and measure from here on."""
 
@@ -201,12 +204,26 @@ class _Lane:
         if pinned:
             self._queue(to, source)
             return
-        if self._staging is None:
-            self._staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
         for first in range(0, len(source), _STAGING_BYTES):
             part = source[first : first + _STAGING_BYTES]
-            self._staging[: len(part)].copy_(part)
-            self._queue(to[first : first + len(part)], self._staging[: len(part)])
+            staging = self._stage(len(part))
+            staging.copy_(part)
+            self._queue(to[first : first + len(part)], staging)
+
+    def copy_back(self, to: Tensor, source: Tensor, pinned: bool) -> None:
+        if pinned:
+            self._queue(to, source)
+            return
+        for first in range(0, len(source), _STAGING_BYTES):
+            part = source[first : first + _STAGING_BYTES]
+            staging = self._stage(len(part))
+            self._queue(staging, part)
+            to[first : first + len(part)].copy_(staging)
+
+    def _stage(self, num_bytes: int) -> Tensor:
+        if self._staging is None:
+            self._staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+        return self._staging[:num_bytes]
 
     def _queue(self, to: Tensor, source: Tensor) -> None:
         with torch.cuda.stream(self._stream):
@@ -288,11 +305,19 @@ class Cuda:
 
     def copy_in(self, to: Tensor, source: Tensor, pinned: bool) -> None:
         """See `Accelerator`."""
-        lane = getattr(self._lanes, "lane", None)
+        self._lane().copy(to, source, pinned)
+
+    def copy_out(self, to: Tensor, source: Tensor, pinned: bool) -> None:
+        """See `Accelerator`."""
+        self._lane().copy_back(to, source, pinned)
+
+    def _lane(self) -> _Lane:
+        """This thread's."""
+        lane: _Lane | None = getattr(self._lanes, "lane", None)
         if lane is None:
             torch.cuda.set_device(self.device)
             lane = self._lanes.lane = _Lane(self.device)
-        lane.copy(to, source, pinned)
+        return lane
 
     def record(self, forward: Forward, cut: bool, gated: bool = False) -> Run:
         """See `Accelerator`; graphs of one accelerator share memory, so they run one after another.

@@ -25,7 +25,7 @@ from runtime.gpu.board import SlotBoard
 from runtime.gpu.draft import DeviceDraft
 from runtime.gpu.experts import RawExperts, SlotExperts
 from runtime.gpu.geometry import expert_shape
-from runtime.gpu.host_tier import Arena, ArenaCopies, HostCache, HostRecords, HostTier
+from runtime.gpu.host_tier import DISK_READS, Arena, ArenaCopies, HostCache, HostRecords, HostTier
 from runtime.gpu.model import DeviceModel
 from runtime.gpu.residual import RecordExperts, ResidualTools
 from runtime.gpu.residual_facts import ResidualFacts
@@ -157,7 +157,7 @@ def load_pack(
         else:
             if checked_at_once(settings, plan):
                 store.check_all(SlotPool(1, store.max_record_bytes).buffer(0))
-            tier = HostCache(store, plan.host_slots, readers)
+            tier = HostCache(store, plan.host_slots, settings.max_parallel_transfers)
     except BaseException:
         store.close()
         raise
@@ -250,10 +250,9 @@ class GpuEngine(BaseEngine):
             copies = None
             if isinstance(parts.tier, Arena) and (parts.tier.pinned or not accelerator.needs_pinned):
                 copies = ArenaCopies(parts.tier, parts.store, accelerator)
-            board = self._make_board()
-            self.cache = ExpertCache(
-                records, self._experts.pool, policy, settings.max_parallel_transfers, copies, board
-            )
+            coming = self._coming()
+            board = self._make_board(coming)
+            self.cache = ExpertCache(records, self._experts.pool, policy, coming, copies, board)
             closing.callback(self._close_cache)
             accelerator.meanwhile = None if copies is None else self.cache.poll
             self.stats = DecodeStats(self.cache.stats)
@@ -286,21 +285,33 @@ class GpuEngine(BaseEngine):
             self._closing = closing.pop_all()
         self.load_s = time.perf_counter() - started
 
-    def _make_board(self) -> SlotBoard | None:
+    def _coming(self) -> int:
+        """Records that come to the device at a time, ahead of need or, where threads bring them, at all.
+
+        Where each may stand for a read from disk there are enough to keep that busy, if a layer has room beside them.
+        """
+        coming = self.settings.max_parallel_transfers
+        if not isinstance(self._parts.tier, HostCache):
+            return coming
+        return max(coming, min(DISK_READS, self._experts.pool.num_slots - self._most_of_layer()))
+
+    def _most_of_layer(self) -> int:
+        """Experts that one layer of a pass may need."""
+        return min(ROWS * self.spec.top_k, self.spec.num_experts)
+
+    def _make_board(self, coming: int) -> SlotBoard | None:
         """What passes with gates read, where there are gates, experts that come and go, and slots for a whole layer.
 
         And pinned memory to bring them from: a thread that made itself some while a gate waits for it might have to
         wait for the device.
         """
         spec, num_slots = self.spec, self._experts.pool.num_slots
-        layer = min(ROWS * spec.top_k, spec.num_experts)
-        coming = self.settings.max_parallel_transfers
         tier, accelerator = self._parts.tier, self._toolkit.accelerator
         if self._toolkit.gates is None or ROWS * spec.top_k > MOST_NEEDED:
             return None
         if accelerator.needs_pinned and not tier.pinned:
             return None
-        if not layer + coming <= num_slots < spec.num_records:
+        if not self._most_of_layer() + coming <= num_slots < spec.num_records:
             return None
         return SlotBoard(accelerator, spec.moe_layers, spec.num_experts, ROWS, spec.top_k, self._experts.is_fresh)
 

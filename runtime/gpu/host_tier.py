@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,9 @@ from runtime.memory.slots import SlotPool
 from runtime.memory.stats import CacheStats
 from runtime.memory.store import RecordFacts, RecordReader, RecordStore
 from runtime.memory.transfer import Landing
+
+DISK_READS = 8
+"""Records that are read from disk at a time, at least: one read alone leaves an NVMe drive idle most of the time."""
 
 _REGISTER_PORTABLE = 1
 
@@ -39,8 +42,17 @@ class HostTier(Protocol):
     @property
     def stats(self) -> CacheStats | None: ...
 
-    def lend(self, key: ExpertKey) -> Any:
-        """A context manager with the record, uint8 [slot_bytes]; it may wait for the disk."""
+    def lend(self, key: ExpertKey, first: Callable[[], None]) -> AbstractContextManager[Tensor]:
+        """A record, uint8 [slot_bytes], to be copied to the device inside; it may wait for the disk.
+
+        Args:
+            key: of the record, which the device has when the context ends without an error.
+            first: called once the record is on its way, before the wait.
+        """
+        ...
+
+    def take_back(self, key: ExpertKey, copy: Callable[[Tensor], None]) -> None:
+        """The device is about to lose a record; where it should not be read from disk again, `copy` brings it here."""
 
     def announce(self, upcoming: Sequence[Sequence[ExpertKey]], pass_rows: int, fetch: bool) -> None:
         """Say what the coming rows need, and whether it may be read from disk ahead of need."""
@@ -119,9 +131,13 @@ class Arena:
         return self._pool.tensor(self._slots[key])
 
     @contextmanager
-    def lend(self, key: ExpertKey) -> Iterator[Tensor]:
+    def lend(self, key: ExpertKey, first: Callable[[], None]) -> Iterator[Tensor]:
         """See `HostTier`."""
+        first()
         yield self.record(key)
+
+    def take_back(self, key: ExpertKey, copy: Callable[[Tensor], None]) -> None:
+        """It is here."""
 
     def announce(self, upcoming: Sequence[Sequence[ExpertKey]], pass_rows: int, fetch: bool) -> None:
         """Everything is here."""
@@ -145,22 +161,45 @@ class ArenaCopies:
 
 
 class HostCache:
-    """As many records as memory was given for; what is used soonest stays, the rest is read from disk."""
+    """As many records as memory was given for, beside those that the device has; the rest is read from disk.
 
-    def __init__(self, store: RecordReader, num_slots: int, readers: int) -> None:
+    A record that the device has, too, is the first to give way. What the device lets go comes back by a copy, into the
+    place of such a one: eviction alone could not make the two tiers hold different records. Of what is here alone, what
+    is used soonest stays.
+
+    Args:
+        store: of the pack.
+        num_slots: at least 1.
+        parallel_reads: from disk at a time; no fewer than DISK_READS.
+    """
+
+    def __init__(self, store: RecordReader, num_slots: int, parallel_reads: int = 0) -> None:
+        self._store = store
         self._pool = PinnedPool(num_slots, store.max_record_bytes)
         self.pinned = self._pool.pinned
-        self.cache = ExpertCache(store, self._pool, make_policy("lookahead"), readers)
+        self.cache = ExpertCache(store, self._pool, make_policy("lookahead"), max(DISK_READS, parallel_reads))
         self.stats = self.cache.stats
 
     @contextmanager
-    def lend(self, key: ExpertKey) -> Iterator[Tensor]:
+    def lend(self, key: ExpertKey, first: Callable[[], None]) -> Iterator[Tensor]:
         """See `HostTier`."""
         with self.cache.hold([key]) as hold:
+            first()
             yield self._pool.tensor(hold.wait()[key])
+            self.cache.passed_on(key)
+
+    def take_back(self, key: ExpertKey, copy: Callable[[Tensor], None]) -> None:
+        """See `HostTier`."""
+        num_bytes = self._store.record_bytes(key)
+
+        def fill(slot: int) -> int:
+            copy(self._pool.tensor(slot)[:num_bytes])
+            return num_bytes
+
+        self.cache.take_back(key, fill)
 
     def announce(self, upcoming: Sequence[Sequence[ExpertKey]], pass_rows: int, fetch: bool) -> None:
-        """See `HostTier`; the disk is the slower way, so all announced rows are read ahead."""
+        """See `HostTier`; the disk is the slower way, so of all announced rows what the device lacks is read ahead."""
         self.cache.announce(upcoming, None if fetch else 0, pass_rows=pass_rows)
 
     def close(self) -> None:
@@ -172,6 +211,8 @@ class HostCache:
 class HostRecords:
     """The store that fills the device's slots: records of a host tier, copied.
 
+    A slot is written only when nobody reads it any more, and what was in it is offered to the tier before.
+
     Args:
         store: knows sizes and names of records.
         tier: has them.
@@ -180,6 +221,7 @@ class HostRecords:
 
     def __init__(self, store: RecordFacts, tier: HostTier, accelerator: Accelerator) -> None:
         self._store, self._tier, self._accelerator = store, tier, accelerator
+        self._contents: dict[int, ExpertKey] = {}  # by the slot's address, whole records only
 
     @property
     def max_record_bytes(self) -> int:
@@ -192,9 +234,17 @@ class HostRecords:
 
     def read_into(self, key: ExpertKey, buffer: Tensor, landed: Callable[[], None] | None = None) -> int:
         """Copy a record into a slot of the device; returns when it is there."""
-        num_bytes = self._store.record_bytes(key)
-        with self._tier.lend(key) as record:
-            self._accelerator.copy_in(buffer[:num_bytes], record[:num_bytes], self._tier.pinned)
+        num_bytes, address = self._store.record_bytes(key), buffer.data_ptr()
+
+        def give_back() -> None:
+            left = self._contents.pop(address, None)
+            if left is not None:
+                self._tier.take_back(left, lambda to: self._accelerator.copy_out(to, buffer[: len(to)], pinned))
+
+        pinned = self._tier.pinned
+        with self._tier.lend(key, give_back) as record:
+            self._accelerator.copy_in(buffer[:num_bytes], record[:num_bytes], pinned)
+            self._contents[address] = key
         return num_bytes
 
     def describe(self, key: ExpertKey) -> str:

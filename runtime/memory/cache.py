@@ -170,6 +170,50 @@ class ExpertCache:
         slots, record_bytes = self._residency.slots, self._store.record_bytes
         return sum(record_bytes(key) for key in set(keys) if key not in slots)
 
+    def passed_on(self, key: ExpertKey) -> None:
+        """Whoever reads from this cache has a record of its own now.
+
+        Until `take_back` it gives way here before any that is in this cache alone, and no announcement fetches it.
+        """
+        with self._lock:
+            self._residency.pass_on(key)
+
+    def take_back(self, key: ExpertKey, fill: Callable[[int], int]) -> bool:
+        """Whoever reads from this cache is about to lose a record: it counts as any other again, and is kept if it can.
+
+        It waits for no slot: a record that is not here comes to an empty one, or to that of one that was passed on.
+
+        Args:
+            key: of the record.
+            fill: puts it at the start of this slot of the pool and returns its bytes; not called where there is none.
+
+        Returns:
+            Whether the record is here, or on its way.
+
+        Raises:
+            Whatever `fill` raises; a stream that waits for the record raises, too.
+        """
+        with self._lock:
+            self._residency.call_back(key)
+            if key in self._residency.slots or key in self._queue.in_flight:
+                return True
+            if self._closed or key in self._queue.demands:
+                return False
+            transfer = self._queue.take_back(key)
+            if transfer is None:
+                return False
+        try:
+            outcome: int | BaseException = fill(transfer.slot)
+        except BaseException as error:
+            outcome = error
+        with self._lock:
+            self._report(transfer, outcome)
+            if self._queue.num_queued:
+                self._wake()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return True
+
     def poll(self) -> None:
         """Note which copies have arrived, and start more: for whenever the caller would wait for anything else.
 

@@ -34,6 +34,7 @@ class Residency:
 
     Attributes:
         slots: slot of each resident expert, least recently used or loaded first.
+        elsewhere: experts that whoever reads from this cache holds too, resident here or not.
         pins: how many streams hold each pinned expert; absent means none.
         window: the announced plan.
     """
@@ -41,12 +42,14 @@ class Residency:
     def __init__(self, num_slots: int, policy: EvictionPolicy, stats: CacheStats, board: Board | None = None) -> None:
         self.slots: OrderedDict[ExpertKey, int] = OrderedDict()
         self.pins: dict[ExpertKey, int] = {}
+        self.elsewhere: set[ExpertKey] = set()
         self.window = Window()
         self._policy = policy
         self._stats = stats
         self._board = board
         self._num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
+        self._twice: dict[ExpertKey, None] = {}  # residents that are elsewhere too, the last to have gone there last
         self._unused: dict[ExpertKey, int] = {}  # bytes of prefetched records that nothing has asked for yet
 
     @property
@@ -56,18 +59,29 @@ class Residency:
 
     def claim(self) -> int | None:
         """A slot for a demand, of any unpinned expert that the policy picks; None while there is none."""
+        slot = self.claim_free()
+        return self._evict_one(lambda key: key not in self.pins) if slot is None else slot
+
+    def claim_free(self) -> int | None:
+        """A slot that holds nothing, or nothing that is not elsewhere too.
+
+        Of the latter the last to have gone there: whoever holds it lets it go last, and so needs it here last.
+        """
         if self._free:
             return self._free.pop()
-        return self._evict_one(lambda key: key not in self.pins)
+        for key in reversed(self._twice):
+            if key not in self.pins and (slot := self._evict(key)) is not None:
+                return slot
+        return None
 
     def claim_ahead(self, fetch: Fetch) -> int | None:
         """A slot for a prefetch: a free one, or its victim's once that has no use left before the newcomer's.
 
         Where the victim is gone already, `claim_spare` takes its part.
         """
-        if self._free:
-            return self._free.pop()
-        victim = fetch.victim
+        slot, victim = self.claim_free(), fetch.victim
+        if slot is not None:
+            return slot
         if victim is None or victim not in self.slots or not self.may_give_way(victim, fetch):
             return None
         return self._evict(victim)
@@ -82,7 +96,9 @@ class Residency:
         return self._evict_one(lambda key: key not in self.pins and key not in next_use)
 
     def may_give_way(self, key: ExpertKey, fetch: Fetch) -> bool:
-        """Whether a resident expert is unpinned and not needed up to the newcomer's use."""
+        """Whether a resident expert is unpinned and not needed up to the newcomer's use, or elsewhere too."""
+        if key in self._twice:
+            return key not in self.pins
         return key not in self.pins and self.window.next_use.get(key, fetch.position + 1) > fetch.position
 
     def forget_window(self) -> None:
@@ -91,7 +107,22 @@ class Residency:
 
     def schedule(self, on_their_way: Collection[ExpertKey]) -> list[Fetch]:
         """The fetches of the window from what is resident or on its way now."""
-        return schedule(self.window, self.slots, on_their_way, len(self._free), self._policy)
+        num_free, slots = len(self._free) + len(self._twice), self.slots
+        if self._twice:
+            slots = OrderedDict((key, slot) for key, slot in slots.items() if key not in self._twice)
+        return schedule(self.window, slots, on_their_way, num_free, self._policy, self.elsewhere)
+
+    def pass_on(self, key: ExpertKey) -> None:
+        """Somebody has a copy of an expert, resident or not: here it gives way first and is not fetched ahead."""
+        self.elsewhere.add(key)
+        if key in self.slots:
+            self._twice.pop(key, None)
+            self._twice[key] = None
+
+    def call_back(self, key: ExpertKey) -> None:
+        """Nobody else has it any more."""
+        self.elsewhere.discard(key)
+        self._twice.pop(key, None)
 
     def recover(self, filling: Collection[int]) -> None:
         """Unpin everything, and count as free whatever slot neither holds an expert nor is among those being filled.
@@ -112,6 +143,8 @@ class Residency:
     def settle(self, key: ExpertKey, slot: int, unused_bytes: int | None) -> None:
         """A claimed slot whose read is done; unused_bytes is the size of a prefetched record without a taker."""
         self.slots[key] = slot
+        if key in self.elsewhere:
+            self._twice[key] = None
         if self._board is not None:
             self._board.put(key, slot)
         if unused_bytes is not None:
@@ -150,6 +183,7 @@ class Residency:
         if self._board is not None and not self._board.withdraw(victim):
             return None
         self._stats.evictions += 1
+        self._twice.pop(victim, None)
         if (unused_bytes := self._unused.pop(victim, None)) is not None:
             self._stats.prefetched_unused += 1
             self._stats.prefetched_unused_bytes += unused_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from heapq import heapify, heappop, heappush
 from itertools import chain, islice
 from typing import NamedTuple
@@ -35,6 +35,7 @@ def schedule(
     on_their_way: Collection[ExpertKey],
     num_free: int,
     policy: EvictionPolicy,
+    elsewhere: Container[ExpertKey] = (),
 ) -> list[Fetch]:
     """The fetches of the window, soonest need first.
 
@@ -53,9 +54,10 @@ def schedule(
         on_their_way: what is being read.
         num_free: slots beside these.
         policy: picks among the residents that the window does not need.
+        elsewhere: what is not needed from here, as whoever would ask for it has it; none of it in slots.
     """
     steps = window.fetch_steps
-    present = {key for step in steps for key in step.keys if key in slots or key in on_their_way}
+    present = {key for step in steps for key in step.keys if key in slots or key in on_their_way or key in elsewhere}
     if all(present.issuperset(step.keys) for step in steps):
         return []
     if policy.takes_first:
@@ -79,6 +81,8 @@ def schedule(
     missed: set[ExpertKey] = set()
     for start, keys, step_end in window.fetch_steps:
         for position, key in enumerate(keys, start):
+            if key in elsewhere:
+                continue
             if key not in present:
                 victim, needed = None, None
                 if not num_free and not looked:

@@ -19,6 +19,8 @@ class CacheStats:
         prefetched_unused: prefetched records evicted before any use.
         prefetched_unused_bytes: their bytes.
         failed_prefetches: prefetch reads that raised; a `stream` of such a key reads again and raises.
+        returned: records that whoever reads from the cache gave back to it, which saves a read.
+        returned_bytes: their bytes.
         evictions: records that gave up their slot.
         wait_s: seconds that `stream` stood still for records.
         link_busy_s: seconds with at least one read on the link, up to the last read that ended; checksums not counted.
@@ -37,6 +39,8 @@ class CacheStats:
     prefetched_unused: int = 0
     prefetched_unused_bytes: int = 0
     failed_prefetches: int = 0
+    returned: int = 0
+    returned_bytes: int = 0
     evictions: int = 0
     wait_s: float = 0.0
     link_busy_s: float = 0.0
@@ -74,10 +78,13 @@ class CacheStats:
             setattr(self, field.name, field.default)
 
     def count_read(self, cause: str, num_bytes: int) -> None:
-        """Add one finished read of the cause "demand" or "prefetch"."""
+        """Add one record that came by "demand", "prefetch" or "return"."""
         if cause == "demand":
             self.demand_reads += 1
             self.demand_bytes += num_bytes
+        elif cause == "return":
+            self.returned += 1
+            self.returned_bytes += num_bytes
         else:
             self.prefetch_reads += 1
             self.prefetch_bytes += num_bytes

@@ -13,7 +13,7 @@ from runtime.memory.residency import Residency
 from runtime.memory.schedule import MOST_FETCHES, Fetch
 from runtime.memory.stats import CacheStats
 
-Cause = Literal["demand", "prefetch"]
+Cause = Literal["demand", "prefetch", "return"]
 
 
 @dataclass(slots=True)
@@ -100,7 +100,11 @@ class TransferQueue:
             return True
         if not self._fetches:
             return False
-        return any(key in self._takers and self._residency.may_give_way(key, self._takers[key]) for key in unpinned)
+        residency, takers = self._residency, self._takers
+        return any(
+            key in residency.elsewhere or (key in takers and residency.may_give_way(key, takers[key]))
+            for key in unpinned
+        )
 
     def take(self) -> Transfer | None:
         """The next transfer with its slot, now in flight; None while nothing is queued or no slot can be had."""
@@ -126,6 +130,14 @@ class TransferQueue:
                 del self._fetches[fetch.key]
                 return self._start(Transfer(fetch.key, slot, "prefetch"))
         return None
+
+    def take_back(self, key: ExpertKey) -> Transfer | None:
+        """A slot that nobody misses for an expert that comes without a read; None while there is none."""
+        slot = self._residency.claim_free()
+        if slot is None:
+            return None
+        transfer = self.in_flight[key] = Transfer(key, slot, "return", read_s=0.0)  # never on the link
+        return transfer
 
     def leave_link(self, transfer: Transfer) -> float:
         """Count the time of a transfer whose bytes are there, and the link's busy time up to now; safe to repeat."""

@@ -167,6 +167,9 @@ class Processor:
     def copy_in(self, to: Tensor, source: Tensor, pinned: bool) -> None:
         to.copy_(source)
 
+    def copy_out(self, to: Tensor, source: Tensor, pinned: bool) -> None:
+        to.copy_(source)
+
     def record(self, forward: Forward, cut: bool, gated: bool = False) -> Run:
         run = plain(forward, cut, self.mark)
 
