@@ -514,8 +514,8 @@ class ExpertCache:
                     ticket.error = ticket.error or error
                     ticket.pending.discard(transfer.key)
             else:
-                self._queue.finish(transfer, outcome)
                 self._policy.loaded(transfer.key, outcome, self._queue.leave_link(transfer))
+                self._queue.finish(transfer, outcome)
                 for ticket in waiters:
                     if transfer.key in ticket.pending:
                         self._residency.pin(transfer.key)

@@ -20,7 +20,12 @@ class EvictionPolicy(Protocol):
 
     name: str
     takes_first: bool
-    """Whether the victim among candidates that the window does not need is always the first."""
+    """Whether the victim among candidates that the window does not need is always the first.
+
+    Where not, it is the one that is worth least, and of equals the first.
+    """
+    scale: int
+    """Changes when what many experts are worth does; between changes `used` and `loaded` change that of their key."""
 
     def used(self, key: ExpertKey) -> None:
         """A `stream` call asked for the key, resident or not."""
@@ -28,6 +33,10 @@ class EvictionPolicy(Protocol):
 
     def loaded(self, key: ExpertKey, num_bytes: int, seconds: float) -> None:
         """A read of the key took that long."""
+        ...
+
+    def worth(self, key: ExpertKey) -> float:
+        """What it is worth to keep an expert; the same for all where the victim is always the first."""
         ...
 
     def victim(self, candidates: Iterable[ExpertKey], next_use: Mapping[ExpertKey, int]) -> ExpertKey | None:
@@ -45,12 +54,17 @@ class LruPolicy:
 
     name = "lru"
     takes_first = True
+    scale = 0
 
     def used(self, key: ExpertKey) -> None:
         """The order of the candidates says it already."""
 
     def loaded(self, key: ExpertKey, num_bytes: int, seconds: float) -> None:
         """The order of the candidates says it already."""
+
+    def worth(self, key: ExpertKey) -> float:
+        """Nothing; the order decides."""
+        return 0.0
 
     def victim(self, candidates: Iterable[ExpertKey], next_use: Mapping[ExpertKey, int]) -> ExpertKey | None:
         """The first candidate."""
@@ -70,10 +84,13 @@ class LfuPolicy(LruPolicy):
         """Count it; counts outlive an eviction."""
         self._uses[key] = self._uses.get(key, 0) + 1
 
+    def worth(self, key: ExpertKey) -> float:
+        """Its uses."""
+        return self._uses.get(key, 0)
+
     def victim(self, candidates: Iterable[ExpertKey], next_use: Mapping[ExpertKey, int]) -> ExpertKey | None:
-        """The candidate with the fewest uses."""
-        uses = self._uses
-        return min(candidates, key=lambda key: uses.get(key, 0), default=None)
+        """The candidate that is worth least."""
+        return min(candidates, key=self.worth, default=None)
 
 
 class PriorityPolicy(LfuPolicy):
@@ -92,28 +109,49 @@ class PriorityPolicy(LfuPolicy):
         gamma: float = 0.1,
     ) -> None:
         super().__init__()
-        self._heat = heat
-        self._weights = (alpha, beta, gamma)
+        self._heat: Mapping[ExpertKey, float] = self._uses if heat is None else heat
         self._num_bytes: dict[ExpertKey, float] = {}
         self._seconds: dict[ExpertKey, float] = {}
+        self._weights = (alpha, beta, gamma)
+        self._worth: dict[ExpertKey, float] = {}  # as far as asked for and still right
+        self._largest = [max(self._heat.values(), default=0.0), 0.0, 0.0]
+        self._rescale()
+
+    def used(self, key: ExpertKey) -> None:
+        """Count it; it is the heat where no table was given."""
+        super().used(key)
+        if self._heat is self._uses:
+            self._worth.pop(key, None)
+            if self._uses[key] > self._largest[0]:
+                self._largest[0] = self._uses[key]
+                self._rescale()
 
     def loaded(self, key: ExpertKey, num_bytes: int, seconds: float) -> None:
         """Keep the size, and the time smoothed over the last few reads."""
-        self._num_bytes[key] = num_bytes
-        self._seconds[key] = 0.75 * self._seconds.get(key, seconds) + 0.25 * seconds
+        self._note(1, self._num_bytes, key, num_bytes)
+        self._note(2, self._seconds, key, 0.75 * self._seconds.get(key, seconds) + 0.25 * seconds)
 
-    def victim(self, candidates: Iterable[ExpertKey], next_use: Mapping[ExpertKey, int]) -> ExpertKey | None:
-        """The candidate with the lowest score."""
-        heat, sizes, times = self._uses if self._heat is None else self._heat, self._num_bytes, self._seconds
-        alpha, beta, gamma = (
-            weight / (max(table.values(), default=0.0) or 1.0)
-            for weight, table in zip(self._weights, (heat, sizes, times), strict=True)
-        )
-        return min(  # for every expert that may go, whenever one must: written out, as the run waits for it
-            candidates,
-            key=lambda key: alpha * heat.get(key, 0.0) + beta * sizes.get(key, 0.0) + gamma * times.get(key, 0.0),
-            default=None,
-        )
+    def _note(self, index: int, table: dict[ExpertKey, float], key: ExpertKey, value: float) -> None:
+        before, largest = table.get(key), self._largest[index]
+        table[key] = value
+        self._worth.pop(key, None)
+        if value > largest or (before == largest and value < largest):
+            self._largest[index] = max(table.values())
+            self._rescale()
+
+    def _rescale(self) -> None:
+        self._factors = [weight / (most or 1.0) for weight, most in zip(self._weights, self._largest, strict=True)]
+        self._worth.clear()
+        self.scale += 1
+
+    def worth(self, key: ExpertKey) -> float:
+        """The weighted sum."""
+        known = self._worth.get(key)
+        if known is None:
+            alpha, beta, gamma = self._factors
+            heat, num_bytes = self._heat.get(key, 0.0), self._num_bytes.get(key, 0.0)
+            known = self._worth[key] = alpha * heat + beta * num_bytes + gamma * self._seconds.get(key, 0.0)
+        return known
 
 
 class LookaheadPolicy(LruPolicy):

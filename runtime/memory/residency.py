@@ -8,6 +8,7 @@ from typing import Protocol
 
 from runtime.memory.eviction import EvictionPolicy
 from runtime.memory.location import ExpertKey
+from runtime.memory.ranking import Ranking
 from runtime.memory.schedule import Fetch, schedule
 from runtime.memory.stats import CacheStats
 from runtime.memory.window import Window
@@ -45,6 +46,7 @@ class Residency:
         self.elsewhere: set[ExpertKey] = set()
         self.window = Window()
         self._policy = policy
+        self._ranking = None if policy.takes_first else Ranking(policy)
         self._stats = stats
         self._board = board
         self._num_slots = num_slots
@@ -107,10 +109,8 @@ class Residency:
 
     def schedule(self, on_their_way: Collection[ExpertKey]) -> list[Fetch]:
         """The fetches of the window from what is resident or on its way now."""
-        num_free, slots = len(self._free) + len(self._twice), self.slots
-        if self._twice:
-            slots = OrderedDict((key, slot) for key, slot in slots.items() if key not in self._twice)
-        return schedule(self.window, slots, on_their_way, num_free, self._policy, self.elsewhere)
+        num_free = len(self._free) + len(self._twice)
+        return schedule(self.window, self.slots, on_their_way, num_free, self._policy, self.elsewhere)
 
     def pass_on(self, key: ExpertKey) -> None:
         """Somebody has a copy of an expert, resident or not: here it gives way first and is not fetched ahead."""
@@ -143,6 +143,8 @@ class Residency:
     def settle(self, key: ExpertKey, slot: int, unused_bytes: int | None) -> None:
         """A claimed slot whose read is done; unused_bytes is the size of a prefetched record without a taker."""
         self.slots[key] = slot
+        if self._ranking is not None:
+            self._ranking.put(key)
         if key in self.elsewhere:
             self._twice[key] = None
         if self._board is not None:
@@ -157,6 +159,8 @@ class Residency:
     def use(self, key: ExpertKey) -> None:
         """Pin a resident expert for a stream and make it the most recently used."""
         self.slots.move_to_end(key)
+        if self._ranking is not None:
+            self._ranking.put(key)
         self.pins[key] = self.pins.get(key, 0) + 1
         if self._unused and self._unused.pop(key, None) is not None:
             self._stats.prefetched_used += 1
@@ -172,8 +176,11 @@ class Residency:
         """The slot of the one that the policy picks; None while none of them can be had."""
         in_use: set[ExpertKey] = set()
         while True:
-            candidates = (key for key in self.slots if may_go(key) and key not in in_use)
-            victim = self._policy.victim(candidates, self.window.next_use)
+            if self._ranking is not None:
+                victim = self._ranking.first(lambda key: may_go(key) and key not in in_use)
+            else:
+                candidates = (key for key in self.slots if may_go(key) and key not in in_use)
+                victim = self._policy.victim(candidates, self.window.next_use)
             if victim is None or (slot := self._evict(victim)) is not None:
                 return None if victim is None else slot
             in_use.add(victim)
@@ -184,6 +191,8 @@ class Residency:
             return None
         self._stats.evictions += 1
         self._twice.pop(victim, None)
+        if self._ranking is not None:
+            self._ranking.drop(victim)
         if (unused_bytes := self._unused.pop(victim, None)) is not None:
             self._stats.prefetched_unused += 1
             self._stats.prefetched_unused_bytes += unused_bytes

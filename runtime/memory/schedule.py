@@ -54,9 +54,10 @@ def schedule(
         on_their_way: what is being read.
         num_free: slots beside these.
         policy: picks among the residents that the window does not need.
-        elsewhere: what is not needed from here, as whoever would ask for it has it; none of it in slots.
+        elsewhere: what is not needed from here, as whoever would ask for it has it; what of it is in slots counts in
+            num_free.
     """
-    steps = window.fetch_steps
+    steps, announced = window.fetch_steps, window.next_use
     present = {key for step in steps for key in step.keys if key in slots or key in on_their_way or key in elsewhere}
     if all(present.issuperset(step.keys) for step in steps):
         return []
@@ -67,19 +68,22 @@ def schedule(
                 if key not in present:
                     misses.setdefault(key, position)
         count = max(len(misses) - num_free, 0)
-        unneeded = (other for other in chain(slots, on_their_way) if other not in window.next_use)
+        unneeded = (other for other in chain(slots, on_their_way) if other not in announced and other not in elsewhere)
         victims = [None] * num_free + list(islice(unneeded, count))
         if len(victims) >= len(misses):
             found = zip(misses.items(), victims, strict=False)
             return [Fetch(key, position, victim) for (key, position), victim in found if key in window.fetch]
     idle: dict[ExpertKey, None] = {}  # used up in the play; once there is no free slot, all that are not needed
-    next_use: dict[ExpertKey, int] = {}  # of what the play has used; the window's holds for the others
-    used: set[ExpertKey] = set()
-    furthest: list[tuple[int, ExpertKey]] | None = None  # made when nothing idle is left
+    ranked: list[tuple[float, int, ExpertKey]] = []  # those of idle, made when there is no free slot
+    last = 0
+    used: dict[ExpertKey, int] = {}  # by the play, up to the end of which step
+    next_use: dict[ExpertKey, int] = {}  # of what is there, and furthest: made when nothing idle is left
+    furthest: list[tuple[int, ExpertKey]] | None = None
+    uses, use_from, wanted = window.uses, window.use_from, window.fetch
     looked = False
     fetches: list[Fetch] = []
     missed: set[ExpertKey] = set()
-    for start, keys, step_end in window.fetch_steps:
+    for start, keys, step_end in steps:
         for position, key in enumerate(keys, start):
             if key in elsewhere:
                 continue
@@ -87,18 +91,23 @@ def schedule(
                 victim, needed = None, None
                 if not num_free and not looked:
                     looked = True
-                    unneeded = (other for other in chain(slots, on_their_way) if other not in window.next_use)
-                    idle = dict.fromkeys(unneeded) | idle
+                    residents = (other for other in chain(slots, on_their_way) if other not in elsewhere)
+                    idle = dict.fromkeys(other for other in residents if other not in announced) | idle
+                    ranked = [(policy.worth(other), last, other) for last, other in enumerate(idle)]
+                    heapify(ranked)
+                    last = len(ranked)
                 if num_free:
                     num_free -= 1
                 elif idle:
-                    victim = policy.victim(idle, {})
-                    assert victim is not None
+                    victim = heappop(ranked)[-1]
                     del idle[victim]
                 else:
                     if furthest is None:
-                        unused = (other for other in chain(slots, on_their_way) if other not in used)
-                        next_use |= {other: window.next_use[other] for other in unused if other in window.next_use}
+                        residents = (other for other in chain(slots, on_their_way) if other not in elsewhere)
+                        unused = (other for other in residents if other not in used)
+                        next_use = {other: announced[other] for other in unused if other in announced}
+                        again = ((other, use_from(other, end)) for other, end in used.items())
+                        next_use |= {other: later for other, later in again if later is not None}
                         furthest = [(-later, other) for other, later in next_use.items()]
                         heapify(furthest)
                     while furthest and next_use.get(furthest[0][1]) != -furthest[0][0]:
@@ -110,19 +119,22 @@ def schedule(
                 if victim is not None:
                     present.discard(victim)
                 # What the same step needs stays: to fetch into its place would trade one wait for another.
-                if key not in missed and key in window.fetch and (needed is None or needed >= step_end):
+                if key not in missed and key in wanted and (needed is None or needed >= step_end):
                     fetches.append(Fetch(key, position, victim))
                     if len(fetches) == MOST_FETCHES:
                         return fetches
                 missed.add(key)
                 present.add(key)
-            used.add(key)
-            later = window.use_from(key, step_end)
-            if later is None:
+            used[key] = step_end
+            if uses[key][-1] < step_end:
                 next_use.pop(key, None)
+                if looked and key not in idle:
+                    heappush(ranked, (policy.worth(key), last, key))
+                    last += 1
                 idle[key] = None
-            else:
+            elif furthest is not None:
+                later = use_from(key, step_end)
+                assert later is not None
                 next_use[key] = later
-                if furthest is not None:
-                    heappush(furthest, (-later, key))
+                heappush(furthest, (-later, key))
     return fetches

@@ -49,6 +49,11 @@ class Window:
         """Position of each key's next use; a key that is absent is not needed within the window."""
         return self._next
 
+    @property
+    def uses(self) -> Mapping[ExpertKey, Sequence[int]]:
+        """Positions of each announced key's uses, in order, as if each row were a pass."""
+        return self._uses
+
     def announce(self, rows: Sequence[Sequence[ExpertKey]], fetch_rows: int | None, pass_rows: int) -> None:
         """Replace the plan; see ExpertCache.announce."""
         announced, pass_rows = [tuple(row) for row in rows], max(pass_rows, 1)
