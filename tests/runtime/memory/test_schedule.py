@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.memory.clairvoyant import replay
-from runtime.memory.eviction import LookaheadPolicy, make_policy
+from runtime.memory.eviction import POLICIES, EvictionPolicy, LookaheadPolicy, make_policy
 from runtime.memory.location import ExpertKey
 from runtime.memory.schedule import Fetch, schedule
 from runtime.memory.window import Window
@@ -104,3 +104,78 @@ def test_what_needs_no_play_comes_out_as_if_played(
     window.announce([[(0, expert) for expert in row] for row in rows], fetch_rows, pass_rows)
     found = [schedule(window, residents, (), num_free, policy) for policy in (LookaheadPolicy(), Played())]
     assert found[0] == found[1]
+
+
+def plainly(
+    window: Window,
+    residents: Sequence[ExpertKey],
+    num_free: int,
+    policy: EvictionPolicy,
+    elsewhere: Container[ExpertKey],
+) -> list[Fetch]:
+    """The play, each victim looked for among all."""
+    there = [key for key in residents if key not in elsewhere]
+    present, next_use = set(there), {key: window.next_use[key] for key in there if key in window.next_use}
+    idle = [key for key in there if key not in next_use]
+    found: list[Fetch] = []
+    missed: set[ExpertKey] = set()
+    for start, keys, end in window.fetch_steps:
+        for position, key in enumerate(keys, start):
+            if key in elsewhere:
+                continue
+            if key not in present:
+                victim, needed = None, end
+                if num_free:
+                    num_free -= 1
+                elif idle:
+                    victim = policy.victim(idle, {})
+                    assert victim is not None
+                    idle.remove(victim)
+                elif next_use:
+                    victim = max(next_use, key=lambda other: next_use[other])
+                    needed = next_use.pop(victim)
+                else:
+                    return found
+                present -= {victim}
+                present.add(key)
+                if key not in missed and key in window.fetch and needed >= end:
+                    found.append(Fetch(key, position, victim))
+                missed.add(key)
+            next_use.pop(key, None)
+            later = window.use_from(key, end)
+            if later is not None:
+                next_use[key] = later
+            elif key not in idle:
+                idle.append(key)
+    return found
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True), max_size=8),
+    st.lists(st.integers(0, 14), unique=True, max_size=9),
+    st.integers(0, 4),
+    st.sampled_from([None, 0, 2, 5]),
+    st.integers(1, 3),
+    st.lists(st.tuples(st.integers(0, 14), st.integers(1, 3), st.floats(0, 1)), max_size=30),
+    st.sets(st.integers(0, 14), max_size=4),
+)
+@settings(max_examples=150, deadline=None)
+def test_victims_are_those_of_the_plain_play(
+    name: str,
+    rows: list[list[int]],
+    start: list[int],
+    num_free: int,
+    fetch_rows: int | None,
+    pass_rows: int,
+    past: list[tuple[int, int, float]],
+    elsewhere: set[int],
+) -> None:
+    policy, window, residents = make_policy(name), Window(), [(0, expert) for expert in start]
+    for expert, size, seconds in past:
+        policy.used((0, expert))
+        policy.loaded((0, expert), size, seconds)
+    window.announce([[(0, expert) for expert in row] for row in rows], fetch_rows, pass_rows)
+    beside = {(0, expert) for expert in elsewhere}
+    wanted = plainly(window, residents, num_free, policy, beside)
+    assert schedule(window, residents, (), num_free, policy, beside) == wanted
