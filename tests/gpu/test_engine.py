@@ -23,6 +23,7 @@ from runtime.decode.sampling import SamplingSettings
 from runtime.engine import Request
 from runtime.errors import ArtifactError, InputError, PlanError
 from runtime.gpu import engine as gpu_engine
+from runtime.gpu.host_tier import DISK_READS
 from runtime.gpu.model import DeviceModel
 from runtime.gpu.plan import plan_gpu
 from runtime.gpu.target import ROWS, BlockTarget, Way
@@ -464,3 +465,26 @@ def test_nothing_is_read_from_disk_ahead_where_nothing_is_to_be_fetched(
     host = report["host_cache"]
     assert (host["prefetch_reads"] > 0) == (not changes)
     assert host["requests"] >= report["expert_cache"]["demand_reads"] > 0 < host["read_bytes"]
+
+
+@pytest.mark.parametrize(("slots", "share", "gates"), [(3, "25%", False), (9, "50%", False), (10, "75%", True)])
+def test_the_text_is_the_same_however_memory_is_split(pack_of: PackOf, slots: int, share: str, gates: bool) -> None:
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    tokens, report, _ = generate(pack, slots=slots, host_cache_size=share, gates=gates, max_parallel_transfers=1)
+    assert tokens == alone(pack)[0]
+    host, records = report["host_cache"], pack.spec.num_records
+    assert host["returned"] > 0 and host["failed_prefetches"] == 0
+    if slots + report["plan"]["host_slots"] > records:  # then each record is read from disk once
+        assert host["demand_reads"] + host["prefetch_reads"] <= records
+
+
+def test_what_the_disk_may_hold_up_is_brought_by_more_threads(pack_of: PackOf) -> None:
+    def readers(**changes: Any) -> int:
+        with open_gpu(pack, settings_of(pack, 12, max_parallel_transfers=2, **changes)):
+            return sum(thread.name.startswith("moespeq-reader") for thread in threading.enumerate())
+
+    pack = pack_of("qwen2_moe", torch.bfloat16)
+    beside_a_layer = 12 - min(ROWS * pack.spec.top_k, pack.spec.num_experts)
+    assert 2 < beside_a_layer < DISK_READS
+    assert readers(host_cache_size="50%") == DISK_READS + beside_a_layer
+    assert readers() == 0
