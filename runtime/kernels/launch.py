@@ -66,7 +66,8 @@ class Kernel:
                 mend="use fewer stages or smaller tiles",
             )
         self._raw = module.raw.get_function(name)
-        if smem_bytes > _SMEM_WITHOUT_ASKING:
+        # Never less than another kernel of the same function needs, which would be refused from then on.
+        if smem_bytes > _SMEM_WITHOUT_ASKING and self._raw.max_dynamic_shared_size_bytes < dynamic_smem_bytes:
             self._raw.max_dynamic_shared_size_bytes = dynamic_smem_bytes
         if smem_bytes > _SMEM_WITHOUT_ASKING or beside_large:
             self._raw.preferred_shared_memory_carveout = 100  # per cent of the SM's memory, not for L1

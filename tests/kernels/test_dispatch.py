@@ -159,7 +159,7 @@ def test_backends_are_made_once_and_when_they_are_needed(log: list[tuple[Any, ..
         call(kernels, tokens)
     device = torch.device("cuda", 0)
     assert [entry for entry in log if entry[1] == "made"] == [
-        ("fused", "made", layout, config),
+        ("fused", "made", layout, config, False),
         ("gemm", "made", layout, 300, device),
         ("grouped", "made", layout, 300, 9, device),
     ]

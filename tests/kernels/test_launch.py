@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ import torch
 
 import runtime.kernels
 from runtime.errors import KernelError, ShapeError
+from runtime.kernels import launch
 from runtime.kernels.compile import Source, load
+from runtime.kernels.cubin import Resources
 from runtime.kernels.device import Gpu, current_gpu
 from runtime.kernels.launch import Kernel
 from runtime.kernels.tensor_map import tensor_map_2d, tensor_map_3d
@@ -40,6 +43,19 @@ def test_without_a_gpu_the_message_says_so() -> None:
         current_gpu()
     with pytest.raises(KernelError, match="expected an NVIDIA GPU"):
         load(SOURCE)
+
+
+def test_a_function_keeps_the_most_shared_memory_that_any_of_its_kernels_asks_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    function = SimpleNamespace(max_dynamic_shared_size_bytes=0, kernel=SimpleNamespace(ptr=0))
+    needs = Resources(registers=32, spill_bytes=0, stack_bytes=0, static_smem_bytes=100, parameter_bytes=(8,))
+    module = SimpleNamespace(resources={"one": needs}, raw=SimpleNamespace(get_function=lambda name: function))
+    monkeypatch.setattr(launch, "current_gpu", lambda: Gpu(0, "a GPU", (9, 0), 132, 232448))
+    monkeypatch.setattr(launch, "driver", lambda: SimpleNamespace(cuLaunchKernelEx=None))
+    for size in (80_000, 60_000, 90_000, 0):
+        Kernel(module, "one", 128, size)  # type: ignore[arg-type]
+    assert function.max_dynamic_shared_size_bytes == 90_000
 
 
 def test_every_module_imports_without_cupy() -> None:
@@ -133,6 +149,14 @@ class TestLaunch:
         assert torch.equal(out, torch.arange(len(out), dtype=torch.int32, device="cuda"))
         with pytest.raises(KernelError, match=f"expected {smem_bytes + 1} bytes of shared memory for a block of fill"):
             Kernel(load(SOURCE), "fill", 1024, smem_bytes + 1)
+
+    def test_a_kernel_with_less_shared_memory_leaves_the_others_theirs(self, gpu: Gpu) -> None:
+        """The most that a block may ask for belongs to the function, which they share."""
+        large, small = (Kernel(load(SOURCE), "fill", 1024, size << 10) for size in (96, 64))
+        for kernel in (large, small, large):
+            out = torch.zeros(kernel.dynamic_smem_bytes // 4, dtype=torch.int32, device="cuda")
+            kernel.launch(1, (out, len(out)))
+            assert torch.equal(out, torch.arange(len(out), dtype=torch.int32, device="cuda"))
 
     def test_sees_the_parameters_that_the_driver_sees(self) -> None:
         """The sizes that were read from the cubin are the driver's."""
