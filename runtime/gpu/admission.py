@@ -19,6 +19,9 @@ _LAUNCHES = 128  # whose numbers are kept until a wait
 Arrived = tuple[ExpertKey, int]
 """An expert and its slot."""
 
+Group = tuple[ResidualPool, Sequence[Arrived]]
+"""Records of one layer, and its pool."""
+
 
 class ResidualSlots(DevicePool):
     """Slots that know whether what lies in them was admitted.
@@ -103,33 +106,41 @@ class Admission:
         self._device = torch.zeros_like(host, device=accelerator.device)
         self._launches = 0  # since the last wait
 
-    def queue(self, pool: ResidualPool, arrived: Sequence[Arrived], payload_bytes: Mapping[ExpertKey, int]) -> None:
-        """Check some records of one layer; slots of the bank are its experts.
+    def queue(self, layers: Sequence[Group], payload_bytes: Mapping[ExpertKey, int]) -> None:
+        """Check some records; slots of the bank are a layer's experts.
 
         Args:
-            pool: the layer's.
-            arrived: not admitted yet, as many as there is room for.
+            layers: the pool of each and its records that are not admitted yet, as many as there is room for.
             payload_bytes: of each record.
         """
-        for first in range(0, len(arrived), _BATCH):
-            some = arrived[first : first + _BATCH]
-            row, count, begin = self._launches, len(some), len(self._pending)
-            self._launches += 1
-            self._pending.extend(some)
-            self._lengths[row, :count] = [payload_bytes[key] for key, _ in some]
-            self._numbers[row, 0, :count] = [slot for _, slot in some]
-            self._numbers[row, 1, :count] = [expert_id for (_, expert_id), _ in some]
-            device = self._device[row]
-            self._accelerator.fetch(device, self._seen[row])
-            halves, faults = device[_BATCH:].view(torch.int32), self._faults[begin : begin + count]
+        first, launches = self._launches, list[tuple[ResidualPool, int, Sequence[Arrived]]]()
+        for pool, arrived in layers:
+            for begin in range(0, len(arrived), _BATCH):
+                some = arrived[begin : begin + _BATCH]
+                row, count = self._launches, len(some)
+                self._launches += 1
+                self._lengths[row, :count] = [payload_bytes[key] for key, _ in some]
+                self._numbers[row, 0, :count] = [slot for _, slot in some]
+                self._numbers[row, 1, :count] = [expert_id for (_, expert_id), _ in some]
+                launches.append((pool, len(self._pending), some))
+                self._pending.extend(some)
+        self._accelerator.fetch(self._device[first : self._launches], self._seen[first : self._launches])
+        meanwhile = self._accelerator.meanwhile
+        for row, (pool, begin, some) in enumerate(launches, first):
+            count = len(some)
+            device, faults = self._device[row], self._faults[begin : begin + count]
+            halves = device[_BATCH:].view(torch.int32)
             pool.admit(halves[:count], halves[_BATCH : _BATCH + count], device[:count], faults)
-            for _, slot in some:
+            for _, slot in some:  # not before: an interrupt may come
                 self._slots.admitted[slot] = True
+            if meanwhile is not None:
+                meanwhile()
 
-    def has_room(self, count: int) -> bool:
-        """Whether so many records of a layer can be queued before `settle`."""
-        launches = self._launches + -(-count // _BATCH)
-        return len(self._pending) + count <= len(self._faults) and launches <= _LAUNCHES
+    def has_room(self, layers: Sequence[Group]) -> bool:
+        """Whether all of these records can be queued before `settle`."""
+        counts = [len(arrived) for _, arrived in layers]
+        launches = self._launches + sum(-(-count // _BATCH) for count in counts)
+        return len(self._pending) + sum(counts) <= len(self._faults) and launches <= _LAUNCHES
 
     def settle(self) -> list[tuple[ExpertKey, int]]:
         """Wait for all that is queued on the device.

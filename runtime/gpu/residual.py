@@ -13,7 +13,7 @@ from torch import Tensor
 
 from runtime.errors import ArtifactError
 from runtime.gpu.accelerator import Accelerator
-from runtime.gpu.admission import Admission, Arrived, ListedAdmission, ResidualSlots
+from runtime.gpu.admission import Admission, Arrived, Group, ListedAdmission, ResidualSlots
 from runtime.gpu.bank import ResidentBank
 from runtime.gpu.residual_facts import PLAIN, ResidualFacts, scratch_experts
 from runtime.kernels.dispatch import Backend
@@ -160,12 +160,19 @@ class RecordExperts:
         """See `SlotExperts`."""
         admitted, payload_bytes = self.pool.admitted, self._facts.payload_bytes
         new = [(key, slot) for key, slot in slots.items() if not admitted[slot] and key in payload_bytes]
+        groups: list[Group] = []
         for layer_id, arrived in groupby(sorted(new), key=_layer_of):
-            some, layer = list(arrived), self._layers[self._places[layer_id]]
+            layer = self._layers[self._places[layer_id]]
             assert layer is not None
-            if not self._admission.has_room(len(some)):
+            group = layer.pool, list(arrived)
+            if not self._admission.has_room([*groups, group]):
+                if groups:
+                    self._admission.queue(groups, payload_bytes)
+                    groups = []
                 self.settle()
-            self._admission.queue(layer.pool, some, payload_bytes)
+            groups.append(group)
+        if groups:
+            self._admission.queue(groups, payload_bytes)
 
     def is_fresh(self, key: ExpertKey, slot: int) -> bool:
         """See `SlotExperts`."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -36,14 +34,6 @@ from tests.gpu.stand_in import HostGates, Processor, open_gpu
 
 PLACES, EXPERTS, ROWS, TOP_K = 4, 8, 2, 2
 REQUEST = Request(prompt_of(20), 14, frozenset(), SamplingSettings())
-
-
-@pytest.fixture(autouse=True)
-def quick_turns() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
 
 
 def make_board(fresh: bool = False) -> SlotBoard:

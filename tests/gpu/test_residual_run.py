@@ -7,6 +7,7 @@ import hashlib
 import shutil
 import threading
 import weakref
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -293,6 +294,30 @@ def test_interrupts_leave_an_engine_that_says_the_same(packs: Packs) -> None:
         with pytest.raises(KeyboardInterrupt):
             list(engine.generate(request))
         assert list(engine.generate(request)) == alone(packs.raw)[0]
+
+
+@pytest.mark.parametrize("gates", [False, True])
+def test_an_interrupt_between_two_layers_of_records_admits_none_that_was_not_looked_at(
+    packs: Packs, monkeypatch: pytest.MonkeyPatch, gates: bool
+) -> None:
+    admit = HostPool.admit
+    for last in (1, 2, 5, 9):
+        calls = 0
+
+        def interrupted(self: HostPool, *arguments: Any, last: int = last) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == last and threading.current_thread() is threading.main_thread():
+                raise KeyboardInterrupt
+            admit(self, *arguments)
+
+        with open_with(packs.residual, slots=13, gates=gates) as engine:
+            request = Request(prompt_of(20), COUNT, frozenset(), SamplingSettings())
+            with monkeypatch.context() as patch:
+                patch.setattr(HostPool, "admit", interrupted)
+                with suppress(KeyboardInterrupt):
+                    list(engine.generate(request))
+            assert list(engine.generate(request)) == alone(packs.raw)[0]
 
 
 def test_faults_in_a_pass_that_was_given_up_are_looked_for_again(packs: Packs, monkeypatch: pytest.MonkeyPatch) -> None:
