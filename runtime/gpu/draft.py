@@ -114,7 +114,7 @@ class DeviceDraft:
 
             def forward(boundary: Bring) -> None:
                 logits[:] = [self._model.rows(self._state[0:1], self._state[1:2], length, self)]
-                self._model.ops.advance(logits[0], self._log)
+                self._model.ops.advance(logits[0].bfloat16(), self._log)  # as they are, but for a library's own head
 
             self._steps[length] = self._accelerator.record(forward, cut=False), logits
         return self._steps[length]

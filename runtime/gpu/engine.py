@@ -341,7 +341,7 @@ class GpuEngine(BaseEngine):
                 idle = _Idle(shape.top_k, device, ahead=rows == 1)
                 logits = parts.model.rows(inputs, inputs, parts.model.length_for(1), idle)
             log = _idle_log(accelerator, len(places), shape.top_k)
-            parts.model.ops.advance(logits, log)
+            parts.model.ops.advance(logits.bfloat16(), log)
             accelerator.mark().wait()
 
     @property
