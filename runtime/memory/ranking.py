@@ -14,6 +14,9 @@ class Ranking:
 
     It finds the one that `policy.victim` would pick among all that may go, and looks only at those before it. A change
     of one expert costs a place in a list; a change of the policy's scale costs a sort at the next question.
+
+    An interrupt between any two steps may leave residents out until they are put again, and leaves nothing else behind:
+    whatever is in the order is a resident.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -32,14 +35,19 @@ class Ranking:
 
     def drop(self, key: ExpertKey) -> None:
         """It is resident no more; one that was not changes nothing."""
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            del self._order[bisect_left(self._order, entry)]
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        index = bisect_left(self._order, entry)
+        if self._order[index : index + 1] == [entry]:
+            del self._order[index]
+        self._entries.pop(key)
 
     def first(self, may_go: Callable[[ExpertKey], bool]) -> ExpertKey | None:
         """The one to evict; None where none may go."""
         if self._scale != self._policy.scale:
-            self._scale, worth = self._policy.scale, self._policy.worth
-            self._entries = {key: (worth(key), clock, key) for key, (_, clock, _) in self._entries.items()}
-            self._order = sorted(self._entries.values())
+            scale, worth = self._policy.scale, self._policy.worth
+            entries = {key: (worth(key), clock, key) for key, (_, clock, _) in self._entries.items()}
+            order = sorted(entries.values())
+            self._entries, self._order, self._scale = entries, order, scale
         return next((key for _, _, key in self._order if may_go(key)), None)

@@ -132,6 +132,10 @@ class Residency:
         taken = {*self.slots.values(), *filling}
         self.pins.clear()
         self._free = [slot for slot in range(self._num_slots - 1, -1, -1) if slot not in taken]
+        if self._ranking is not None:
+            self._ranking = Ranking(self._policy)
+            for key in self.slots:
+                self._ranking.put(key)
         if self._board is not None:
             for key, slot in self.slots.items():
                 self._board.put(key, slot)

@@ -16,6 +16,7 @@ from runtime.errors import StorageError
 from runtime.memory.cache import ExpertCache
 from runtime.memory.eviction import make_policy
 from runtime.memory.location import PAGE_BYTES, ExpertKey
+from runtime.memory.ranking import Ranking
 from runtime.memory.slots import SlotPool
 from runtime.memory.window import Window
 
@@ -56,10 +57,10 @@ class LateCopies:
         return landing
 
 
-def make(num_slots: int) -> tuple[ExpertCache, LateCopies]:
+def make(num_slots: int, policy: str = "lookahead") -> tuple[ExpertCache, LateCopies]:
     copies = LateCopies()
     pool = SlotPool(num_slots, PAGE_BYTES)
-    return ExpertCache(MemoryStore(), pool, make_policy("lookahead"), 2, copies), copies
+    return ExpertCache(MemoryStore(), pool, make_policy(policy), 2, copies), copies
 
 
 def get(cache: ExpertCache, keys: list[ExpertKey]) -> None:
@@ -215,6 +216,50 @@ def test_an_interrupt_at_any_line_of_the_window_leaves_one_that_goes_on() -> Non
                 for first in range(3):
                     cache.announce(rows[first:])
                     get(cache, rows[first])
+        if left >= 0:
+            break
+    assert 20 < place < 999
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("policy", ["lfu", "priority"])
+@pytest.mark.parametrize("num_slots", [2, 5])
+def test_an_interrupt_at_any_line_of_the_ranking_leaves_all_slots_in_use(policy: str, num_slots: int) -> None:
+    """One that is ranked nowhere would never give way, and one that is ranked though it is gone would go twice."""
+    keys = [(layer, expert) for layer in range(2) for expert in range(5)]
+    file = Ranking.put.__code__.co_filename
+    for place in range(1000):
+        left = place
+
+        def look(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal left
+            if frame.f_code.co_filename != file:
+                return look if event == "call" else None
+            if event == "line":
+                left -= 1
+                if left == -1:
+                    raise KeyboardInterrupt
+            return look
+
+        cache, _ = make(num_slots, policy)
+        with cache:
+            get(cache, keys[2:4])
+            get(cache, keys[:1])
+            traced = sys.gettrace()
+            sys.settrace(look)
+            try:
+                cache.announce([keys[4:7], [keys[8], keys[1]]])
+                get(cache, keys[:2])
+                get(cache, [keys[8]])
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(traced)
+            cache.rest()
+            cache.recover()
+            for first in [*range(10 - num_slots + 1)] * 2:
+                get(cache, keys[first : first + num_slots])
+            assert sorted(cache.resident_slots().values()) == list(range(num_slots))
         if left >= 0:
             break
     assert 20 < place < 999
