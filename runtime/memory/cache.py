@@ -240,6 +240,7 @@ class ExpertCache:
         Without it a copy that arrives in the pause would count as under way up to the next poll.
         """
         with self._lock:
+            self._queue.rest()
             while self._copies is not None and self._queue.in_flight and not self._closed:
                 under_way = list(self._queue.in_flight.values())
                 self._fly(under_way)

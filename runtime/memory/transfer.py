@@ -129,6 +129,7 @@ class TransferQueue:
             if slot is not None:
                 del self._fetches[fetch.key]
                 return self._start(Transfer(fetch.key, slot, "prefetch"))
+        self._watch_link()  # what a demand overtook is queued no more
         return None
 
     def take_back(self, key: ExpertKey) -> Transfer | None:
@@ -166,12 +167,20 @@ class TransferQueue:
         self._residency.settle(transfer.key, transfer.slot, unused_bytes)
         del self.in_flight[transfer.key]
 
+    def rest(self) -> None:
+        """Count the time in which the link was idle up to now; from here to `clear` nobody waits for what is queued."""
+        self._watch_link()
+        if self._idle_since is not None:
+            now = time.perf_counter()
+            self._stats.link_idle_s += now - self._idle_since
+            self._idle_since = now
+
     def clear(self) -> None:
-        """Forget what is queued."""
+        """Forget what is queued; that it waited since the last change is no idleness of the link."""
         self.demands.clear()
         self._fetches.clear()
         self._cut_short = False
-        self._watch_link()
+        self._idle_since = None
 
     def recover(self) -> None:
         """Forget what is queued and who holds what; only what is in flight, and not in its slot yet, still counts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -20,7 +21,7 @@ from runtime.memory.ranking import Ranking
 from runtime.memory.slots import SlotPool
 from runtime.memory.window import Window
 
-from .records import MemoryStore, content
+from .records import MemoryStore, content, settle
 
 A, B, C, D = ((0, expert) for expert in range(4))
 
@@ -323,3 +324,35 @@ def test_an_empty_link_counts_as_idle_only_while_something_is_to_be_read() -> No
         time.sleep(0.02)
         get(cache, [C, D])
         assert cache.stats.link_idle_s - idle_s < 0.01
+
+
+def test_a_pause_between_two_texts_is_no_time_in_which_the_link_is_idle() -> None:
+    """At the end of a text prefetches may be queued still, and nobody waits for them."""
+    cache, _ = make(4)
+    with cache:
+        cache.announce([[A, B, C]])
+        cache.rest()
+        time.sleep(0.1)
+        cache.recover()
+        assert cache.stats.link_idle_s < 0.05
+        cache.announce([[A, B, C], [D]])
+        cache.rest()
+        idle_s = cache.stats.link_idle_s
+        time.sleep(0.1)
+    assert cache.stats.link_idle_s - idle_s < 0.05
+
+
+def test_a_prefetch_that_a_demand_overtook_is_nothing_to_be_read() -> None:
+    store, begun = MemoryStore(), threading.Event()
+    store.before = lambda key: key == A and begun.wait(10) and None
+    with ExpertCache(store, SlotPool(4, PAGE_BYTES), make_policy("lookahead"), 1) as cache:
+        cache.announce([[A, C]])
+        settle(cache, lambda: A in cache._queue.in_flight)
+        with cache.hold([C]) as hold:
+            begun.set()
+            hold.wait()
+        settle(cache, lambda: not cache._queue.num_queued)
+        idle_s = cache.stats.link_idle_s
+        time.sleep(0.1)
+        cache.announce([[A, C]])
+        assert cache.stats.link_idle_s - idle_s < 0.05
