@@ -39,8 +39,8 @@ class Draft(Protocol):
     def propose(self, token: int, position: int, count: int, chooser: Chooser) -> Generator[tuple[Proposal, Route]]:
         """Up to `count` proposals that follow `token` at `position`, each with the experts of the input before it.
 
-        Each comes as soon as it is known; where a device computes, it has begun when this returns. The caller may close
-        the iterator early.
+        Each comes as soon as it is known; where a device computes them without the host it has begun when this returns.
+        The caller may close the iterator early.
         """
 
 
@@ -74,7 +74,8 @@ class Target(Protocol):
     ) -> tuple[Sequence[Logits], list[Route]]:
         """Logits and routing of 1 to `max_rows` tokens from `position` on.
 
-        `begun` is called once, before any expert is asked for; where a device computes, it has begun by then.
+        `begun` is called once, before any expert is asked for; a pass that waits for its experts
+        on a device has begun by then.
         """
 
 

@@ -11,7 +11,7 @@ class CacheStats:
 
     Attributes:
         hits: keys that were resident when asked for.
-        late: keys whose read, begun by a prefetch, was in flight when asked for.
+        late: keys that were on their way when asked for: by a prefetch, an earlier call or a return.
         misses: all other keys asked for; each costs a demand read.
         demand_bytes, prefetch_bytes: bytes read from the store, by cause, padding included.
         demand_reads, prefetch_reads: records read, by cause.
@@ -24,7 +24,8 @@ class CacheStats:
         evictions: records that gave up their slot.
         wait_s: seconds that `stream` stood still for records.
         link_busy_s: seconds with at least one read on the link, up to the last read that ended; checksums not counted.
-        link_idle_s: seconds with nothing on the link though something was to be read, without a slot yet or a reader.
+        link_idle_s: seconds with nothing on the link though something was to be read, without a slot yet or a reader;
+            pauses between two texts not counted.
         read_s: seconds of all reads on the link added up, parallel ones too.
     """
 
