@@ -109,7 +109,8 @@ def open_engine(
     """
     if not device.is_gpu:
         return Engine(pack, settings, plan, keep_trace)
-    from runtime.gpu.engine import GpuEngine, Toolkit, load_pack
+    from runtime.gpu.engine import GpuEngine
+    from runtime.gpu.parts import Toolkit, load_pack
 
     toolkit = Toolkit.cuda(settings)
     return GpuEngine(load_pack(pack, settings, plan, toolkit, done), settings, plan, toolkit, keep_trace)

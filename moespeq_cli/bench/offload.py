@@ -19,10 +19,11 @@ from runtime.decode.sampling import SamplingSettings
 from runtime.engine import Request
 from runtime.errors import InputError
 from runtime.gpu.accelerator import DeviceMemory
-from runtime.gpu.engine import GpuEngine, Parts, Toolkit
+from runtime.gpu.engine import GpuEngine
 from runtime.gpu.geometry import expert_shape
 from runtime.gpu.host_tier import Arena, HostCache
 from runtime.gpu.model import DeviceModel
+from runtime.gpu.parts import Parts, Toolkit
 from runtime.gpu.plan import Beside, make_gpu_plan
 from runtime.memory.clairvoyant import Trace
 from runtime.memory.location import ExpertKey

@@ -14,8 +14,8 @@ from typing import Any
 
 from runtime.artifacts.folder import check_free_space, write_guard
 from runtime.artifacts.record import align_up
-from runtime.gpu.engine import Parts
 from runtime.gpu.host_tier import Arena
+from runtime.gpu.parts import Parts
 from runtime.memory.location import ExpertKey, RecordLocation
 from runtime.memory.store import RecordStore
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from runtime.gpu.engine import Toolkit
+from runtime.gpu.parts import Toolkit
 from runtime.gpu.target import ROWS
 from runtime.kernels.dispatch import GEMM, Backend, ExpertKernels
 from runtime.kernels.gemm import CAPABILITY

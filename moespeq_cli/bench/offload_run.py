@@ -18,7 +18,7 @@ from runtime.errors import InputError
 
 if TYPE_CHECKING:
     from moespeq_cli.bench.offload import Mode, Sweep
-    from runtime.gpu.engine import Toolkit
+    from runtime.gpu.parts import Toolkit
 
 CONTEXT_MARGIN = 64  # beside prompt and answer
 
@@ -124,7 +124,7 @@ def decode_built(
     from moespeq_cli.bench.environment import gpu_environment
     from moespeq_cli.bench.synthetic.models import make_config
     from moespeq_cli.bench.synthetic.parts import build_encodings
-    from runtime.gpu.engine import Toolkit
+    from runtime.gpu.parts import Toolkit
     from runtime.kernels.device import current_gpu
 
     if toolkit is None:

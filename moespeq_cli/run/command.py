@@ -116,7 +116,7 @@ def run(
         typer.Option(
             "--max-parallel-transfers",
             min=1,
-            help="Experts read at a time",
+            help="Experts read at a time; at least 8 from disk behind a GPU's host cache",
             show_default="4",
             rich_help_panel=_SETTINGS,
         ),

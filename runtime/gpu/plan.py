@@ -14,8 +14,9 @@ from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
 from runtime.errors import InputError, PlanError
 from runtime.gpu.bank import bank_bytes, bank_form
-from runtime.gpu.engine import BLOCK_TOKENS, drafts, plan_activation
+from runtime.gpu.engine import BLOCK_TOKENS
 from runtime.gpu.geometry import expert_shape
+from runtime.gpu.parts import drafts, plan_activation
 from runtime.gpu.residual_facts import ResidualFacts, directory_bytes, scratch_bytes
 from runtime.gpu.target import ROWS
 from runtime.kernels import residual_plan

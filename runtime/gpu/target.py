@@ -1,4 +1,4 @@
-"""The exact model: decoding passes of a fixed number of rows, and blocks of a prompt."""
+"""The exact model: decoding passes of a fixed number of rows."""
 
 from __future__ import annotations
 
@@ -136,8 +136,11 @@ class RowsTarget:
                 if way is Way.gated:
                     self._follow(here.run, begun)
                 else:
-                    begun()
+                    if way is Way.cut:  # which asks for experts while it runs
+                        begun()
                     here.run(lambda place: self._bring(place, here))
+                    if way is Way.whole:
+                        begun()
                 self._experts.settle()
         finally:
             self._let_go()
@@ -338,7 +341,7 @@ class RowsTarget:
         layer_id = self._layers[place]
         chosen = self._chosen_host[place, : self._live].flatten().tolist()
         keys = list(dict.fromkeys((layer_id, expert_id) for expert_id in chosen))
-        *waves, last = _batches(keys, self._experts.pool.num_slots)
+        *waves, last = batches(keys, self._experts.pool.num_slots)
         for wave in waves:  # more experts than slots: parts of them after one another
             with self._cache.hold(wave) as hold:
                 self._part(place, hold.wait(), here)
@@ -382,81 +385,10 @@ class RowsTarget:
                 self._trace.extend(row[place * top_k : (place + 1) * top_k] for row in routes)
 
 
-def _batches(keys: list[ExpertKey], size: int) -> list[list[ExpertKey]]:
+def batches(keys: list[ExpertKey], size: int) -> list[list[ExpertKey]]:
+    """Keys in order, so many at a time."""
     return [keys[first : first + size] for first in range(0, len(keys), size)]
 
 
 def _values(logits: Tensor, row: int) -> Any:
     return lambda: logits[row].cpu()
-
-
-class BlockTarget:
-    """Writes the KV of prompts, block by block; a layer's experts come in waves and go as soon as they are used."""
-
-    def __init__(self, exact: Exact) -> None:
-        spec = exact.model.spec
-        self._accelerator, self._model, self._cache = exact.accelerator, exact.model, exact.cache
-        self._experts, self._trace = exact.experts, exact.trace
-        self._layers = spec.moe_layers
-        self._table = SlotTable(exact.accelerator, spec.moe_layers, spec.num_experts)
-        self._open: list[tuple[Hold, Mark]] = []
-
-    def block(self, tokens: Sequence[int], start: int) -> None:
-        """Write the KV of some tokens from a position on.
-
-        Raises:
-            ArtifactError, StorageError: a record cannot be read.
-        """
-        try:
-            with self._accelerator.active():
-                self._model.block(torch.tensor(list(tokens), device=self._accelerator.device), start, self)
-                self._experts.settle()
-        finally:
-            for hold, _ in self._open:
-                hold.close()
-            self._open.clear()
-
-    def compute(self, place: int, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """See `LayerExperts`."""
-        layer_id = self._layers[place]
-        chosen, weights = top_k_index.int().contiguous(), top_k_weights.float().contiguous()
-        keys = [(layer_id, expert_id) for expert_id in torch.unique(chosen).tolist()]
-        if self._trace is not None:
-            self._trace.append(keys)
-        waves = _batches(keys, max(1, self._experts.pool.num_slots // 2))  # while one computes, the next one comes
-        out = torch.empty_like(hidden)
-        pairs = None
-        if len(waves) > 1:
-            pairs = torch.empty(*chosen.shape, hidden.shape[-1], dtype=torch.float32, device=hidden.device)
-        for number, wave in enumerate(waves):
-            self._make_room(len(wave))
-            hold = self._cache.hold(wave)
-            try:
-                slots = hold.wait()
-                self._experts.admit(slots)
-                self._table.write(place, slots)
-                self._table.upload(place)
-                self._experts.run(
-                    place,
-                    self._table.device[place],
-                    hidden,
-                    chosen,
-                    weights,
-                    out,
-                    pairs=pairs,
-                    resume=number > 0,
-                )
-            finally:
-                mark = self._accelerator.mark()
-                self._open.append((hold, mark))
-            if len(waves) > 1:
-                mark.wait()  # the next wave writes the same row of the table
-        return out
-
-    def _make_room(self, count: int) -> None:
-        """Let go what is computed, all but the newest wave where there are slots for both."""
-        keep = 1 if 2 * count <= self._experts.pool.num_slots else 0
-        while len(self._open) > keep:
-            hold, mark = self._open.pop(0)
-            mark.wait()
-            hold.close()

@@ -19,9 +19,9 @@ from moespeq_cli.bench.synthetic.models import make_config
 from moespeq_cli.bench.synthetic.parts import _residual, build_encodings
 from runtime.config import RunSettings
 from runtime.errors import InputError
-from runtime.gpu.engine import Parts
 from runtime.gpu.geometry import expert_shape
 from runtime.gpu.host_tier import Arena
+from runtime.gpu.parts import Parts
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.reference import dequantize
 from tests.gpu.stand_in import HostPool, TorchKernels, toolkit

@@ -18,7 +18,8 @@ from runtime.artifacts.residual import ResidualEncoding
 from runtime.config import RunSettings
 from runtime.errors import ArtifactError
 from runtime.gpu.accelerator import Bring, DeviceMemory, Forward, Mark, Run, plain
-from runtime.gpu.engine import GpuEngine, Toolkit, load_pack
+from runtime.gpu.engine import GpuEngine
+from runtime.gpu.parts import Toolkit, load_pack
 from runtime.gpu.plan import plan_gpu
 from runtime.gpu.residual import ResidualTools
 from runtime.kernels.dequant import plain_layout

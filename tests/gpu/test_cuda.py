@@ -13,7 +13,8 @@ from runtime.artifacts.pack import Pack
 from runtime.config import RunSettings
 from runtime.decode.sampling import SamplingSettings
 from runtime.engine import Request
-from runtime.gpu.engine import GpuEngine, Toolkit, load_pack
+from runtime.gpu.engine import GpuEngine
+from runtime.gpu.parts import Toolkit, load_pack
 from runtime.gpu.plan import plan_gpu
 from runtime.model.tokenizer import load_tokenizer
 from tests.gpu.runs import Logits, say

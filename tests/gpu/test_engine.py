@@ -23,10 +23,11 @@ from runtime.decode.sampling import SamplingSettings
 from runtime.engine import Request
 from runtime.errors import ArtifactError, InputError, PlanError
 from runtime.gpu import engine as gpu_engine
+from runtime.gpu.blocks import BlockTarget
 from runtime.gpu.host_tier import DISK_READS
 from runtime.gpu.model import DeviceModel
 from runtime.gpu.plan import plan_gpu
-from runtime.gpu.target import ROWS, BlockTarget, Way
+from runtime.gpu.target import ROWS, Way
 from runtime.kernels.layout import SlotLayout
 from runtime.memory.cache import ExpertCache
 from runtime.memory.residency import Residency

@@ -8,7 +8,7 @@ import torch
 from runtime import opening
 from runtime.config import RunSettings
 from runtime.errors import InputError, KernelError
-from runtime.gpu.engine import Toolkit
+from runtime.gpu.parts import Toolkit
 from runtime.gpu.plan import plan_gpu
 from runtime.kernels import device
 from tests.decode.conftest import PackOf

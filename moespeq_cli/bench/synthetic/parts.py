@@ -16,10 +16,10 @@ from moespeq_cli.bench.synthetic.architecture import Architecture, Role, TensorS
 from moespeq_cli.bench.synthetic.residual import ResidualEncoder
 from moespeq_cli.bench.synthetic.tensors import TensorMaker
 from runtime.artifacts.record import align_up
-from runtime.gpu.engine import Parts, Toolkit, make_bank
 from runtime.gpu.geometry import expert_shape
 from runtime.gpu.host_tier import Arena, PinnedPool
 from runtime.gpu.model import DeviceModel
+from runtime.gpu.parts import Parts, Toolkit, make_bank
 from runtime.gpu.residual_facts import ResidualFacts
 from runtime.gpu.shortage import shortage
 from runtime.kernels.layout import SlotLayout
