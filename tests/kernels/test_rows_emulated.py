@@ -131,7 +131,7 @@ def test_routers(ops: RowKernels, experts: int, top_k: int) -> None:
 
 def test_the_next_token_is_the_first_largest_and_logged(ops: RowKernels) -> None:
     chosen = torch.zeros(3, 1, 2, dtype=torch.int32)
-    for n in (1, 7, 8, 1000):
+    for n in (7, 1000):
         log = StepLog(torch.tensor([0, 40, 0]), chosen, torch.full((6,), -1), torch.full((6, 3, 2), -1).int())
         rows = [
             normal(1, n, seed=1),
