@@ -91,6 +91,8 @@ CATALOG: tuple[Entry, ...] = (
         Entry(gemm.source(ExpertShape(60, 4, 2048, 1408, activation, has_bias), tile), 168, ("sm_80", *HOPPER), spill)
         for tile, activation, has_bias, spill in (
             (gemm.NARROW, Activation.silu, False, 0),
+            (gemm.NARROW, Activation.gelu, True, 0),
+            (gemm.WIDE, Activation.silu, False, 0),
             (gemm.PAIRED, Activation.clamped, True, 32),  # two registers, before the first tile
         )
     ),

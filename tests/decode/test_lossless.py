@@ -50,7 +50,7 @@ def way(window: int, verify: int, slots: int | None, **more: Any) -> dict[str, A
 def test_same_ids_and_bits_in_every_way(pack_of: PackOf, kind: str, dtype: torch.dtype) -> None:
     pack = pack_of(kind, dtype)
 
-    @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
     @given(way=WAYS, length=st.sampled_from(PROMPTS))
     @example(way(24, 16, 1), 40)
     @example(way(8, 7, None), 12)
@@ -157,7 +157,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Pack:
 def test_random_models_keep_their_text_and_their_bits(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Weights, experts, top k and layers drawn too; 40 tokens: tails are kept, dropped and refilled (H14)."""
 
-    @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
     @given(
         seed=st.integers(0, 10**6),
         experts=st.sampled_from([3, 5, 8]),
