@@ -234,9 +234,7 @@ class SpeculativeLoop:
                 self._unsaid = True
                 if proposal.token in settings.stop_ids:
                     return False
-                if (
-                    len(tail.proposals) < length
-                ):  # the last one is announced with what comes next: a pass, or more steps
+                if len(tail.proposals) < length:  # the last one is announced with what follows, a pass or more steps
                     self._announce(tail, settings, pass_rows=1)
                 started = time.perf_counter()
         finally:

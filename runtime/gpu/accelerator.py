@@ -204,26 +204,25 @@ class _Lane:
         if pinned:
             self._queue(to, source)
             return
-        for first in range(0, len(source), _STAGING_BYTES):
-            part = source[first : first + _STAGING_BYTES]
-            staging = self._stage(len(part))
-            staging.copy_(part)
-            self._queue(to[first : first + len(part)], staging)
+        for there, here, staging in self._staged(to, source):
+            staging.copy_(here)
+            self._queue(there, staging)
 
     def copy_back(self, to: Tensor, source: Tensor, pinned: bool) -> None:
         if pinned:
             self._queue(to, source)
             return
-        for first in range(0, len(source), _STAGING_BYTES):
-            part = source[first : first + _STAGING_BYTES]
-            staging = self._stage(len(part))
-            self._queue(staging, part)
-            to[first : first + len(part)].copy_(staging)
+        for here, there, staging in self._staged(to, source):
+            self._queue(staging, there)
+            here.copy_(staging)
 
-    def _stage(self, num_bytes: int) -> Tensor:
+    def _staged(self, to: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Pieces of both, and the staging memory that each passes through."""
         if self._staging is None:
             self._staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
-        return self._staging[:num_bytes]
+        for first in range(0, len(source), _STAGING_BYTES):
+            piece = source[first : first + _STAGING_BYTES]
+            yield to[first : first + len(piece)], piece, self._staging[: len(piece)]
 
     def _queue(self, to: Tensor, source: Tensor) -> None:
         with torch.cuda.stream(self._stream):

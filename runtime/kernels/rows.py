@@ -267,12 +267,11 @@ class RowKernels:
         """
         tiles = -(-count // _TILE)
         share = -(-tiles // self._gpu.num_sms)
-        warps = 16 if share == 1 else 4
+        warps = 16 if share == 1 and not beside else 4
         smem_bytes = 0
         if beside:
             left = self._gpu.smem_per_block_bytes - BESIDE_SMEM_BYTES
             smem_bytes = max(0, left // share - _SMEM_OF_DRIVER - _SMEM_OF_SWIGLU)
-            warps = 4
         elif share <= _MOST_SHARE:
             smem_bytes = (self._gpu.smem_per_block_bytes + _SMEM_OF_DRIVER) // (share + 1) - _SMEM_OF_DRIVER
         kernel = _kernel(self._gpu.index, linear_source(warps), name, 32 * warps, smem_bytes)
