@@ -119,7 +119,7 @@ def _require_same_weights(layer: Layer) -> None:
 def _require_same_bits(layer: Layer) -> None:
     """Outputs from records against those in BF16: tokens of one element, of integers, of random numbers."""
     shape = layer.pool.layout.shape
-    backends = _backends(layer)
+    backends = backends_of(layer)
     generator = torch.Generator("cuda").manual_seed(1)
     for tokens in FEW:
         batch = random_batch(shape, tokens, generator)
@@ -128,7 +128,7 @@ def _require_same_bits(layer: Layer) -> None:
         for name, x in (("random", batch.x), ("one-hot", one_hot), ("whole", whole)):
             outs = {name: torch.full_like(x, torch.nan) for name in backends}
             for backend, out in outs.items():
-                _call(backends[backend], layer, Batch(x, batch.top_k_index, batch.top_k_weights), out)()
+                call_of(backends[backend], layer, Batch(x, batch.top_k_index, batch.top_k_weights), out)()
             wrong = int((outs["residual"].view(torch.int16) != outs["bf16"].view(torch.int16)).sum())
             if wrong:
                 raise _wrong(f"the bits of BF16 for {tokens} {name} tokens", f"{wrong} of {x.numel()} numbers")
@@ -142,12 +142,13 @@ def _wrong(expected: str, found: str) -> KernelError:
     )
 
 
-def _backends(layer: Layer) -> dict[str, Experts]:
+def backends_of(layer: Layer) -> dict[str, Experts]:
     """By the names of the results."""
     return {"residual": ResidualExperts(layer.pool.layout), "bf16": FusedExperts(plain_layout(layer.pool.layout))}
 
 
-def _call(backend: Experts, layer: Layer, batch: Batch, out: Tensor) -> Call:
+def call_of(backend: Experts, layer: Layer, batch: Batch, out: Tensor) -> Call:
+    """What computes a batch by one of these."""
     tokens = (batch.x, batch.top_k_index, batch.top_k_weights, out)
     if isinstance(backend, FusedExperts):
         return lambda: backend.run(layer.exact, layer.own, *tokens)
@@ -168,8 +169,8 @@ def _time_rows(layer: Layer, plan: Plan, machine: Machine) -> list[Result]:
         batches = [random_batch(shape, tokens, generator) for _ in range(count)]
         experts = sum(len(torch.unique(batch.top_k_index)) for batch in batches) / count
         out, times = torch.empty_like(batches[0].x), {}
-        for name, backend in _backends(layer).items():
-            calls = [_call(backend, layers[i % needed], batch, out) for i, batch in enumerate(batches)]
+        for name, backend in backends_of(layer).items():
+            calls = [call_of(backend, layers[i % needed], batch, out) for i, batch in enumerate(batches)]
             times[name] = dataclasses.asdict(replay(calls))
         sizes = {"residual": experts * layer.expert_bytes, "bf16": experts * plain_bytes}
         floors = {name: size / machine.read_gb_per_s / 1e3 for name, size in sizes.items()}

@@ -17,7 +17,7 @@ import torch
 
 from moespeq_cli.bench.kernel_candidate import Batch
 from moespeq_cli.bench.kernel_check import random_batch
-from moespeq_cli.bench.kernel_residual_time import Layer, _backends, _call
+from moespeq_cli.bench.kernel_residual_time import Layer, backends_of, call_of
 from runtime.kernels.shape import ExpertShape, WeightForm
 
 ROWS = 8
@@ -27,16 +27,16 @@ _FLUSH_BYTES = 512 << 20
 def main(order: str, weights: str) -> None:
     """Launch what is to be counted."""
     layer = Layer.random(ExpertShape(60, 4, 2048, 1408), WeightForm("int4", 128), seed=1)
-    backend = _backends(layer)[weights]
+    backend = backends_of(layer)[weights]
     batch = random_batch(layer.pool.layout.shape, ROWS, torch.Generator("cuda").manual_seed(1))
     out = torch.empty_like(batch.x)
-    _call(backend, layer, batch, out)()
+    call_of(backend, layer, batch, out)()
     torch.ones(_FLUSH_BYTES, dtype=torch.uint8, device="cuda").add_(1)
     step = ROWS if order == "expert" else 1
     for first in range(0, ROWS, step):
         part = slice(first, first + step)
         some = Batch(batch.x[part], batch.top_k_index[part], batch.top_k_weights[part])
-        _call(backend, layer, some, out[part])()
+        call_of(backend, layer, some, out[part])()
     torch.cuda.synchronize()
     print(f"{order} {weights}: {len(batch.top_k_index.unique())} experts")
 

@@ -6,7 +6,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -184,40 +186,53 @@ def test_a_closed_cache_waits_for_what_is_under_way_and_starts_nothing() -> None
     assert torch.all(cache._pool.tensor(0)[2:] != 0)
 
 
+@dataclass
+class Lines:
+    """Lines of a file that are still to come before the interrupt; below 0 it has come."""
+
+    left: int
+
+
+@contextmanager
+def interrupted(file: str, place: int) -> Iterator[Lines]:
+    """Ctrl-C before the line of a file that comes after `place` others; it ends the block and is no error."""
+    lines = Lines(place)
+
+    def look(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename != file:
+            return look if event == "call" else None
+        if event == "line":
+            lines.left -= 1
+            if lines.left == -1:
+                raise KeyboardInterrupt
+        return look
+
+    traced = sys.gettrace()
+    sys.settrace(look)
+    try:
+        yield lines
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(traced)
+
+
 def test_an_interrupt_at_any_line_of_the_window_leaves_one_that_goes_on() -> None:
     """An announcement takes the host so long that Ctrl-C may well come in one."""
     file, rows = Window.announce.__code__.co_filename, [[A, B], [C, A], [B, D]]
     for place in range(1000):
-        left = place
-
-        def look(frame: FrameType, event: str, argument: Any) -> Any:
-            nonlocal left
-            if frame.f_code.co_filename != file:
-                return look if event == "call" else None
-            if event == "line":
-                left -= 1
-                if left == -1:
-                    raise KeyboardInterrupt
-            return look
-
         cache, _ = make(2)
         with cache:
             cache.announce(rows)
             get(cache, rows[0])
-            traced = sys.gettrace()
-            sys.settrace(look)
-            try:
+            with interrupted(file, place) as lines:
                 cache.announce([*rows[1:], [D, A]])
                 get(cache, rows[1])
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.settrace(traced)
             for _ in range(2):
                 for first in range(3):
                     cache.announce(rows[first:])
                     get(cache, rows[first])
-        if left >= 0:
+        if lines.left >= 0:
             break
     assert 20 < place < 999
 
@@ -230,38 +245,20 @@ def test_an_interrupt_at_any_line_of_the_ranking_leaves_all_slots_in_use(policy:
     keys = [(layer, expert) for layer in range(2) for expert in range(5)]
     file = Ranking.put.__code__.co_filename
     for place in range(1000):
-        left = place
-
-        def look(frame: FrameType, event: str, argument: Any) -> Any:
-            nonlocal left
-            if frame.f_code.co_filename != file:
-                return look if event == "call" else None
-            if event == "line":
-                left -= 1
-                if left == -1:
-                    raise KeyboardInterrupt
-            return look
-
         cache, _ = make(num_slots, policy)
         with cache:
             get(cache, keys[2:4])
             get(cache, keys[:1])
-            traced = sys.gettrace()
-            sys.settrace(look)
-            try:
+            with interrupted(file, place) as lines:
                 cache.announce([keys[4:7], [keys[8], keys[1]]])
                 get(cache, keys[:2])
                 get(cache, [keys[8]])
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.settrace(traced)
             cache.rest()
             cache.recover()
             for first in [*range(10 - num_slots + 1)] * 2:
                 get(cache, keys[first : first + num_slots])
             assert sorted(cache.resident_slots().values()) == list(range(num_slots))
-        if left >= 0:
+        if lines.left >= 0:
             break
     assert 20 < place < 999
 
