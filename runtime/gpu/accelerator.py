@@ -87,8 +87,8 @@ class Accelerator(Protocol):
     def mark(self) -> Mark:
         """A mark behind all that is queued by now."""
 
-    def start_copy(self, to: Tensor, source: Tensor, urgent: bool) -> Landing:
-        """Begin what `copy_in` does, from pinned memory; urgent copies do not stand in line behind the others."""
+    def start_copy(self, to: Tensor, source: Tensor) -> Landing:
+        """Begin what `copy_in` does, from pinned memory; behind all copies that were started before."""
 
     def copy_in(self, to: Tensor, source: Tensor, pinned: bool) -> None:
         """Copy bytes from this machine's memory to the device beside whatever it computes; returns when they are there.
@@ -248,7 +248,7 @@ class Cuda:
         self._memory = torch.cuda.graph_pool_handle()
         self._anchor: torch.cuda.CUDAGraph | None = None  # keeps the memory's name alive when all passes are gone
         self._lanes = threading.local()
-        self._copy_streams = [torch.cuda.Stream(self.device) for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._copy_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def active(self) -> AbstractContextManager[object]:
         """See `Accelerator`."""
@@ -294,9 +294,10 @@ class Cuda:
         torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for every stream that ever had a product
         self._anchor, self._memory = None, torch.cuda.graph_pool_handle()
 
-    def start_copy(self, to: Tensor, source: Tensor, urgent: bool) -> Landing:
+    def start_copy(self, to: Tensor, source: Tensor) -> Landing:
         """See `Accelerator`."""
-        stream = self._copy_streams[urgent]
+        # One stream: the engine serves one as long as it has copies, so another would wait, whatever its priority.
+        stream = self._copy_stream
         # Not by Tensor.copy_: with the change of stream it takes the host five times as long.
         result = driver().cuMemcpyHtoDAsync_v2(to.data_ptr(), source.data_ptr(), len(to), stream.cuda_stream)
         check(result, f"a copy of {len(to)} bytes to the GPU")

@@ -154,10 +154,10 @@ class ArenaCopies:
     def __init__(self, arena: Arena, store: RecordFacts, accelerator: Accelerator) -> None:
         self._arena, self._store, self._accelerator = arena, store, accelerator
 
-    def start(self, key: ExpertKey, buffer: Tensor, urgent: bool) -> Landing:
+    def start(self, key: ExpertKey, buffer: Tensor) -> Landing:
         """See `Copies`."""
         num_bytes = self._store.record_bytes(key)
-        return self._accelerator.start_copy(buffer[:num_bytes], self._arena.record(key)[:num_bytes], urgent)
+        return self._accelerator.start_copy(buffer[:num_bytes], self._arena.record(key)[:num_bytes])
 
 
 class HostCache:

@@ -290,14 +290,21 @@ class ExpertCache:
         if self._starting:  # an interrupt came before the end of the last start
             self._fly(list(self._queue.in_flight.values()))
         self._starting = True
-        prefetches = sum(transfer.cause == "prefetch" for transfer in self._queue.in_flight.values())
-        while self._queue.demands or prefetches < self._most_prefetches + more:
+        while self._queue.demands or self._may_prefetch(more):
             transfer = self._queue.take()
             if transfer is None:
                 break
-            prefetches += transfer.cause == "prefetch"
             self._fly([transfer])
         self._starting = False
+
+    def _may_prefetch(self, more: int) -> bool:
+        """Whether one more prefetch goes on the link now.
+
+        Copies arrive in the order of their start, and who waits for one may ask for the next any time. So a single one
+        goes behind what is awaited, which keeps the link busy.
+        """
+        awaited = [transfer.claimed for transfer in self._queue.in_flight.values()]
+        return all(awaited) if any(awaited) else len(awaited) < self._most_prefetches + more
 
     def _fly(self, transfers: Sequence[Transfer]) -> None:
         """Start the copies of transfers in flight that have none.
@@ -308,9 +315,9 @@ class ExpertCache:
         for transfer in transfers:
             if self._landing(transfer) is not None:
                 continue
-            buffer, urgent = self._pool.buffer(transfer.slot), transfer.cause == "demand"
+            buffer = self._pool.buffer(transfer.slot)
             try:
-                self._landings[transfer.key] = transfer, self._copies.start(transfer.key, buffer, urgent)
+                self._landings[transfer.key] = transfer, self._copies.start(transfer.key, buffer)
             except Exception as error:  # it belongs to whoever asked for the record
                 self._report(transfer, error)
 

@@ -53,8 +53,8 @@ class Landing(Protocol):
 class Copies(Protocol):
     """Moves records without a thread of its own."""
 
-    def start(self, key: ExpertKey, buffer: Any, urgent: bool) -> Landing:
-        """Queue the copy of a record to a slot, ahead of those that are not urgent where that can be."""
+    def start(self, key: ExpertKey, buffer: Any) -> Landing:
+        """Queue the copy of a record to a slot; copies arrive one after the other, in this order."""
 
 
 class TransferQueue:

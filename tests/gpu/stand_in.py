@@ -162,7 +162,7 @@ class Processor:
     def let_go(self) -> None:
         """Nothing is recorded."""
 
-    def start_copy(self, to: Tensor, source: Tensor, urgent: bool) -> Landing:
+    def start_copy(self, to: Tensor, source: Tensor) -> Landing:
         return LateCopy(to, source)
 
     def copy_in(self, to: Tensor, source: Tensor, pinned: bool) -> None:

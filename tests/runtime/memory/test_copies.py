@@ -53,7 +53,7 @@ class LateCopies:
         self.started: list[ExpertKey] = []
         self.after: Callable[[ExpertKey], None] = lambda key: None
 
-    def start(self, key: ExpertKey, buffer: memoryview, urgent: bool) -> Late:
+    def start(self, key: ExpertKey, buffer: memoryview) -> Late:
         self.started.append(key)
         landing = Late(key, buffer)
         self.after(key)
@@ -160,6 +160,26 @@ def test_a_pause_is_no_time_on_the_link() -> None:
         get(cache, [A])
         assert cache.stats.prefetch_reads == 1 and cache.stats.hits == 1
         assert cache.stats.link_busy_s < 0.1 and cache.stats.read_s < 0.1
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("late", [False, True], ids=["miss", "late"])
+def test_one_prefetch_goes_behind_what_somebody_waits_for(late: bool) -> None:
+    """Copies arrive in the order of their start; so what is asked for next stands behind one at most."""
+    cache, copies = make(6)
+    with cache:
+        cache.announce([[A, B, C, D]])
+        assert copies.started == [A, B]
+        wanted = B if late else (9, 9)
+        with cache.hold([wanted]) as hold:
+            while not hold.complete:
+                ahead = [A, B] if late else [A, B, wanted]
+                assert copies.started in (ahead, [*ahead, C])
+                cache.poll()
+            assert C in copies.started  # the link was not left idle meanwhile
+        while cache._queue.in_flight:
+            cache.poll()
+        assert set(copies.started) == {A, B, C, D, wanted}
 
 
 def test_rest_starts_nothing_and_the_next_poll_does() -> None:
