@@ -85,6 +85,56 @@ template <int FIRST, int COUNT, int BARRIER> __device__ __forceinline__ void mak
   barrier_of<COUNT>(BARRIER);
 }
 
+// Whether a call's list is made by a single warp, without a barrier: a pair for each lane, and no expert with several entries
+__device__ __forceinline__ bool is_short_list(const Args& args) { return LEVELS == 1 && (MAX_PAIRS <= 32 || args.num_tokens * TOP_K <= 32); }
+
+// What make_list does, by one warp; entries are in the order of their first pairs. The slots of few experts come with the choices.
+__device__ __forceinline__ void make_short_list(const Args& args, int lane) {
+  constexpr bool FEW = EXPERT_WORDS <= 4;
+  u32 claim = 0;
+  if (lane == 0) claim = atomic_add_later(args.state, args.first_claim, lane);   // the block's first tiles
+  auto slot_of = [&](int e) {
+#if RECORDS
+    return args.slot_of[e] | args.record_of[e] >> 31;   // -1 unless both are here
+#else
+    return args.slot_of[e];
+#endif
+  };
+  int all[FEW ? EXPERT_WORDS : 1];
+  if (FEW)
+#pragma unroll
+    for (int i = 0; i < EXPERT_WORDS; i++) all[i] = slot_of(min(i * 32 + lane, NUM_EXPERTS - 1));
+  const bool mine = lane < args.num_tokens * TOP_K;
+  const int e = mine ? args.index[lane] : 0;
+  const float weight = mine ? args.weight[lane] : 0.f;
+  int slot = -1;
+  if (FEW) {
+#pragma unroll
+    for (int i = 0; i < EXPERT_WORDS; i++) {
+      const int s = __shfl_sync(~0u, all[i], e % 32);
+      if (e / 32 == i) slot = s;
+    }
+  } else slot = slot_of(e);
+  const bool here = mine && slot >= 0;
+  const u32 same = __match_any_sync(~0u, here ? e : -1 - lane);
+  const int first = __ffs(same) - 1;
+  const u32 firsts = __ballot_sync(~0u, here && first == lane);
+  const int entry = __popc(firsts & ((1u << first) - 1));
+  if (mine) places()[lane] = slot, weights()[lane] = weight;
+  if (here) {
+    if (first == lane) {
+      active_list()[entry] = make_int2(slot, lane);
+#if RECORDS
+      active_records()[entry] = args.record_of[e];
+#endif
+    }
+    active_pairs()[entry * COLUMNS + lane / TOP_K] = (u16)lane;
+  }
+  for (int w = lane; w < LEVELS * EXPERT_WORDS; w += 32) active_words()[w] = w == 0 ? firsts : 0;
+  if (lane == 0) block_claim() = claim;
+  __syncwarp();
+}
+
 // acc += unit of codes (16 rows x 128 k) * tokens, in FP32; after(i) is called when piece i of b, 32 k, is used for the last time
 template <class AFTER> __device__ __forceinline__ void multiply_codes(u32 unit, int lane, const u32* b, float* acc, AFTER after) {
   constexpr int SET_STEPS = 8 / SCALE_SETS, WORDS = CODE_BYTES / 128;

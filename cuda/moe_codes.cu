@@ -1,13 +1,13 @@
 // moe_codes.cu - the routed experts of a layer for a few tokens in INT4 or INT8 codes, one launch, warps with roles.
 // Computes   what moe_small.cu computes, from the same arguments and scratch
-// Launch     any grid (one block an SM), block (COMPUTE + 1 + FINISHERS) * 32; first_claim >= 1 tiles are a block's first claim
+// Launch     any grid (one block an SM), block (COMPUTE + TEAMS + FINISHERS) * 32; first_claim >= 1 tiles are a block's first claim
 // Needs      HIDDEN % 8 == 0, INTER % 8 == 0, sm_90; below it the kernel traps
 // Moves      distinct experts * slot bytes; 4 experts of 2048 x 1408 in INT4: 17.8 MB, so no faster than 4.1 us at 4.37 TB/s
 // Numerics   as moe_small.cu, in another order of sums, which depends on HIDDEN, INTER, TEAM and nothing else
 // Reference  runtime/kernels/reference.py
 //
 // Where moe_small.cu lets every warp do everything, here warps have roles, so that those which compute run little else. Each team
-// of TEAM compute warps has a ring of STAGES stages of 16 units, filled in order by the producer warp with bulk copies.
+// of TEAM compute warps has a ring of STAGES stages of 16 units, filled in order by a producer warp with bulk copies.
 //   Phase 1, gate and up: a stage holds units of a tile (8 gate + 8 up rows); tile n of the block goes to team n % TEAMS, its unit u
 //   to member u % TEAM. The members leave their sums in shared memory, a finisher warp adds them in a fixed tree, applies the
 //   activation and stores h.
@@ -16,8 +16,8 @@
 //   shared memory and are added when the 16 rows are over.
 // Tokens of phase 2 come from L2 with a latency of many units: those of the next unit are under way while one is multiplied, and
 // are waited for before the following ones are asked for, as the hardware counts loads and does not tell them apart.
-// Progress: tiles are claimed by running blocks, as in moe_small.cu, several at once and ahead of need: a claim takes over 1 us when
-// all blocks claim. The block that is the last to be done claiming resets.
+// Progress: tiles are claimed by running blocks, as in moe_small.cu, by each team for itself and ahead of need: a claim takes over 1 us
+// when all blocks claim. The producer that is the last to be done claiming resets.
 #include "expert_layer.cuh"
 
 #ifndef COMPUTE
@@ -30,7 +30,7 @@
 #define FINISHERS (COMPUTE / TEAM > 1 ? COMPUTE / TEAM : 2)
 #endif
 #ifndef MOST_CLAIM
-#define MOST_CLAIM 4   // tiles that a block claims at once
+#define MOST_CLAIM 2   // tiles that a team claims at once
 #endif
 #ifndef STAGES
 #define STAGES 5       // of a team
@@ -53,10 +53,10 @@
 #define TILE_STAGES ((UNITS1 + STAGE_UNITS - 1) / STAGE_UNITS)
 #define OWN_UNITS ((UNITS1 + TEAM - 1) / TEAM)                 // units of a member in a tile
 #define PARTS (UNITS2 < TEAM ? UNITS2 : TEAM)                  // part p of the down K: units p, p + TEAM, ...
-#define WARPS (COMPUTE + 1 + FINISHERS)
+#define WARPS (COMPUTE + TEAMS + FINISHERS)
 #define THREADS (WARPS * 32)
 #define LISTERS (THREADS - COMPUTE * 32)
-#define PRODUCER COMPUTE
+#define PRODUCER COMPUTE                                       // the first of a team each
 #define KEEP (!GATHER && OWN_UNITS * B_REGS <= KEEP_REGS)
 #define RED_BUFFERS 2
 
@@ -139,79 +139,77 @@ __device__ __forceinline__ void await_h(u32* r, const u16* at, int k) {
 __device__ __forceinline__ int entries_of(int num_active, int team) { return num_active > team ? (num_active - team - 1) / TEAMS + 1 : 0; }
 
 __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 shared, u32 parity) {
-  const u32 full = shared + OFF_BARRIER, empty = full + RINGS * 8;
+  const int team = me.warp - PRODUCER;
+  const u32 full = shared + OFF_BARRIER + team * STAGES * 8, empty = full + RINGS * 8, ring = shared + team * STAGES * STAGE_BYTES;
+  int2* notes = (int2*)(smem + OFF_NOTE) + team * STAGES;
   const int num_active = count_active(), tiles = num_active * TILES1;
-  // Waits for a team's stage n, notes what it is, and lets one lane copy
-  auto stage = [&](int team, int n, int entry, int tile, auto copies) {
-    const int place = n % STAGES, slot = team * STAGES + place;
-    barrier_wait(empty + slot * 8, (n / STAGES & 1) ^ 1);   // a new barrier lets the first round pass
-    if (elect_lane()) {
-      ((int2*)(smem + OFF_NOTE))[slot] = make_int2(entry, tile);
-      copies(shared + slot * STAGE_BYTES, full + slot * 8);
-      barrier_arrive(full + slot * 8);
+  Ring at = {0, 1};                                // a new barrier lets the first round pass
+  // Waits for the team's next stage, notes what it is, and lets one lane copy
+  auto stage = [&](int entry, int tile, auto copies) {
+    barrier_wait(empty + at.slot * 8, at.parity);
+    if (elect_lane()) {   // the same lane each time
+      notes[at.slot] = make_int2(entry, tile);
+      copies(ring + at.slot * STAGE_BYTES, full + at.slot * 8);
+      barrier_arrive(full + at.slot * 8);
     }
     __syncwarp();
+    at.next();
   };
   auto copy_units = [](u32 to, const u8* from, int units, u32 barrier) {
     barrier_expect_more(barrier, units * UNIT_BYTES);
     copy_bulk(to, from, units * UNIT_BYTES, barrier);
   };
-  int team = 0, round = 0;                         // whose turn it is, and how many tiles this team had
   auto tile_stages = [&](int tile) {
     const int entry = tile / TILES1, t = tile - entry * TILES1;
     const u8* src = args.pool + tile_offset((u64)active_list()[entry].x, t, SLOT_BYTES, (u64)UNITS1 * UNIT_BYTES, 0, INTERLEAVE);
 #pragma unroll 1
     for (int q = 0; q < TILE_STAGES; q++)
-      stage(team, round * TILE_STAGES + q, entry, t, [&](u32 place, u32 barrier) { copy_units(place, src + q * STAGE_BYTES, min(STAGE_UNITS, UNITS1 - q * STAGE_UNITS), barrier); });
-    if (++team == TEAMS) team = 0, round++;
+      stage(entry, t, [&](u32 place, u32 barrier) { copy_units(place, src + q * STAGE_BYTES, min(STAGE_UNITS, UNITS1 - q * STAGE_UNITS), barrier); });
   };
-  // The block's first claim, then batches that become smaller towards the end, each asked for while the one ahead of it is copied
-  int claim = (int)(block_claim() & 0x7fffffffu), end = claim + args.first_claim, batch = 0;
+  // The team's part of the block's first claim, then batches that become smaller towards the end, each asked for while the one
+  // ahead of it is copied
+  const int first = (int)(block_claim() & 0x7fffffffu);
+  int claim = first + team, end = first + args.first_claim, step = TEAMS, batch = 0;
   u32 ahead = 0;
 #pragma unroll 1
   while (true) {
-    if (claim < min(end, tiles)) tile_stages(claim++);
+    if (claim < min(end, tiles)) tile_stages(claim), claim += step;
     if (batch == 0) {
-      batch = min(MOST_CLAIM, max(1, (tiles - end) / (2 * (int)gridDim.x)));
+      batch = min(MOST_CLAIM, max(1, (tiles - end) / (2 * TEAMS * (int)gridDim.x)));
       if (me.lane == 0) ahead = atomic_add_later(args.state, batch, me.lane);
     }
     if (claim < min(end, tiles)) continue;
-    claim = (int)(__shfl_sync(~0u, ahead, 0) & 0x7fffffffu), end = claim + batch;
+    claim = (int)(__shfl_sync(~0u, ahead, 0) & 0x7fffffffu), end = claim + batch, step = 1;
     if (claim >= tiles) break;
     batch = 0;
   }
-  auto stages1 = [&](int i) { return (round + (i < team)) * TILE_STAGES; };   // of a team in phase 1
+  if (blockIdx.x >= TILES2 || team >= num_active) stage(-1, 0, [](u32, u32) {});   // no rows or entries: only that the tiles are over
+  const int units = entries_of(num_active, team) * UNITS2;
 #pragma unroll 1
-  for (int i = 0; i < TEAMS; i++)                  // a team without rows or entries of its own: only that the tiles are over
-    if (blockIdx.x >= TILES2 || i >= num_active) stage(i, stages1(i), -1, 0, [](u32, u32) {});
-  int rows = 0;
+  for (int rt = blockIdx.x; rt < TILES2; rt += gridDim.x) {
+    int entry = team, unit = 0;
 #pragma unroll 1
-  for (int rt = blockIdx.x; rt < TILES2; rt += gridDim.x, rows++)
+    for (int left = units; left > 0; left -= STAGE_UNITS)
+      stage(-1, 0, [&](u32 place, u32 barrier) {
 #pragma unroll 1
-    for (int first = 0; first < entries_of(num_active, 0) * UNITS2; first += STAGE_UNITS)
-#pragma unroll 1
-      for (int i = 0; i < TEAMS; i++) {
-        const int units = entries_of(num_active, i) * UNITS2;
-        if (first >= units) continue;
-        stage(i, stages1(i) + rows * ((units + STAGE_UNITS - 1) / STAGE_UNITS) + first / STAGE_UNITS, -1, 0, [&](u32 place, u32 barrier) {
-#pragma unroll 1
-          for (int g = first, n; g < min(units, first + STAGE_UNITS); g += n) {
-            const int e = g / UNITS2, u = g - e * UNITS2;
-            n = min(UNITS2 - u, first + STAGE_UNITS - g);
-            const u8* src = args.pool + tile_offset((u64)active_list()[e * TEAMS + i].x, rt, SLOT_BYTES, (u64)UNITS2 * UNIT_BYTES, DOWN_OFFSET, INTERLEAVE);
-            copy_units(place + (g - first) * UNIT_BYTES, src + u * UNIT_BYTES, n, barrier);
-          }
-        });
-      }
-  // The claim in flight has come back (its value is used). The last block to be here starts the next call's counting
-  if (me.lane == 0 && atomic_add(args.state + 1, 1 + (u32)(ahead == 0xffffffffu)) == gridDim.x - 1) {
+        for (int room = min(left, STAGE_UNITS), n; room > 0; room -= n) {
+          n = min(UNITS2 - unit, room);
+          const u8* src = args.pool + tile_offset((u64)active_list()[entry].x, rt, SLOT_BYTES, (u64)UNITS2 * UNIT_BYTES, DOWN_OFFSET, INTERLEAVE);
+          copy_units(place, src + unit * UNIT_BYTES, n, barrier);
+          place += n * UNIT_BYTES, unit += n;
+          if (unit == UNITS2) unit = 0, entry += TEAMS;
+        }
+      });
+  }
+  // The claim in flight has come back (its value is used). The last of all producers to be here starts the next call's counting
+  if (me.lane == 0 && atomic_add(args.state + 1, 1 + (u32)(ahead == 0xffffffffu)) == gridDim.x * TEAMS - 1) {
     args.state[1] = 0;
     args.state[0] = ~(parity << 31) & 0x80000000u;
   }
 }
 
 __device__ __forceinline__ void finish(const Args& args, const Warp& me, u32 shared, u32 parity) {
-  const int f = me.warp - PRODUCER - 1;
+  const int f = me.warp - PRODUCER - TEAMS;
   {                               // the other buffer of h is for the next call
     uint4* other = (uint4*)(args.h + (u64)(parity ^ 1) * MAX_PAIRS * INTER);
     for (int i = (blockIdx.x * FINISHERS + f) * 32 + me.lane; i < MAX_PAIRS * INTER / 8; i += gridDim.x * FINISHERS * 32) other[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
@@ -238,15 +236,7 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
   const u32 red_full = barriers + (2 * RINGS + team * RED_BUFFERS) * 8, red_empty = red_full + TEAMS * RED_BUFFERS * 8;
   const u32 ring = shared + team * STAGES * STAGE_BYTES;
   const int2* notes = (const int2*)(smem + OFF_NOTE) + team * STAGES;
-  barrier_of<THREADS>(3);         // the list is there
-  const u32 parity = block_claim() >> 31;
-  const int num_active = count_active();
-  Ring at = {0, 0};
   u32 b[KEEP ? OWN_UNITS : 1][B_REGS];
-  for (int i = threadIdx.x; i < num_active * COLUMNS; i += COMPUTE * 32) {
-    const u16 pair = active_pairs()[i];
-    sources()[i] = (pair == NO_PAIR ? (u32)active_list()[i / COLUMNS].y : pair) * (INTER * 2);
-  }
   if constexpr (KEEP) {
     const u16* x = args.x + (u64)(column < args.num_tokens ? column : 0) * HIDDEN;
 #pragma unroll
@@ -261,6 +251,14 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
       if (HIDDEN % UNIT_K == 0 || i * 8 < HIDDEN) v = load_read_only(args.x + (u64)t * HIDDEN + i * 8);
       sts128(shared + OFF_X + t * X_PITCH + i * 16, v.x, v.y, v.z, v.w);
     }
+  }
+  barrier_of<THREADS>(3);         // the list is there
+  const u32 parity = block_claim() >> 31;
+  const int num_active = count_active();
+  Ring at = {0, 0};
+  for (int i = threadIdx.x; i < num_active * COLUMNS; i += COMPUTE * 32) {
+    const u16 pair = active_pairs()[i];
+    sources()[i] = (pair == NO_PAIR ? (u32)active_list()[i / COLUMNS].y : pair) * (INTER * 2);
   }
   barrier_of<COMPUTE * 32>(1);
   // ---- phase 1
@@ -394,11 +392,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_codes(
     compute(args, me, shared);
     return;
   }
-  make_list<COMPUTE * 32, LISTERS, 2>(args);
-  barrier_pass<THREADS>(3);
-  if (!BESIDE) let_next_kernel_start();
+  if (!is_short_list(args)) {
+    make_list<COMPUTE * 32, LISTERS, 2>(args);
+    barrier_pass<THREADS>(3);
+  } else if (me.warp == PRODUCER) {
+    make_short_list(args, me.lane);
+    barrier_pass<THREADS>(3);
+  } else barrier_of<THREADS>(3);
+  if (!BESIDE && me.warp == WARPS - 1) let_next_kernel_start();   // for the block
   const u32 parity = block_claim() >> 31;
-  if (me.warp == PRODUCER) produce(args, me, shared, parity);
+  if (me.warp < PRODUCER + TEAMS) produce(args, me, shared, parity);
   else finish(args, me, shared, parity);
 #else
   asm volatile("trap;");

@@ -334,9 +334,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_small(
   u32 claim = 0;                  // leader: a claim that is not published yet
   bool in_flight = leader && me.team >= first_claim;
   if (in_flight) claim = atomic_add_later(state, 1, me.lane);
-  make_list<0, THREADS, 0>(args);
+  if (is_short_list(args)) {
+    if (me.warp == 0) make_short_list(args, me.lane);
+    if (me.warp == THREADS / 32 - 1) let_next_kernel_start();   // for the block
+    __syncthreads();
+  } else {
+    make_list<0, THREADS, 0>(args);
+    if (me.warp == THREADS / 32 - 1) let_next_kernel_start();
+  }
   me.num_active = count_active();
-  let_next_kernel_start();
 
   const u32 parity = block_claim() >> 31, last_claim = (u32)(me.num_active * TILES1) + gridDim.x * TEAMS - 1;
   auto check = [&](u32 c) {       // the last claim of the call: nobody will claim again

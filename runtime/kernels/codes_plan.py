@@ -13,7 +13,7 @@ TEAM = 8  # compute warps that share a tile
 _UNIT_COLUMNS, _STAGE_UNITS = 128, 16
 _COMPUTE = (16, 8)  # compute warps, best first
 _FINISHERS = 2
-_FIRST_CLAIM = 3  # tiles
+_FIRST_CLAIM = 2  # tiles
 _RED_BUFFERS = 2
 _KEPT_UNITS = 2  # of a token's columns that a compute warp keeps in registers
 _WORTHWHILE_TOKENS = 8
@@ -94,7 +94,7 @@ def _made(
         layout,
         tokens,
         values,
-        threads=32 * (compute + 1 + _FINISHERS),
+        threads=32 * (compute + compute // TEAM + _FINISHERS),
         most_first_claim=_FIRST_CLAIM,
         smem_bytes=_smem_bytes(layout, compute, tokens, stages),
     )

@@ -133,5 +133,5 @@ def test_takes_no_bf16() -> None:
 
 def test_a_first_claim_is_a_fair_share_of_few_tiles() -> None:
     chosen = codes_plan.plan(SlotLayout(ExpertShape(60, 4, 2048, 1408), WeightForm("int4")), 8, 0, 232448)
-    assert [chosen.first_claim(tokens, 132) for tokens in (1, 6)] == [3, 3]
-    assert chosen.first_claim(1, 700) == 2  # of 704 tiles
+    assert [chosen.first_claim(tokens, 132) for tokens in (1, 6)] == [2, 2]
+    assert chosen.first_claim(1, 704) == 1  # of 704 tiles

@@ -185,6 +185,7 @@ inline int2 make_int2(int x, int y) { return {x, y}; }
 template <class A, class B> inline auto min(A a, B b) -> decltype(a + b) { return a < b ? a : b; }
 template <class A, class B> inline auto max(A a, B b) -> decltype(a + b) { return a > b ? a : b; }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
+inline int __ffs(u32 v) { return __builtin_ffs((int)v); }
 inline int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
 inline u32 __funnelshift_r(u32 low, u32 high, u32 shift) { return (u32)(((u64)high << 32 | low) >> (shift & 31)); }
 inline float __uint_as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
@@ -221,9 +222,26 @@ template <class T, class F> inline T simt_shuffle(int op, const char* what, T v,
   memcpy(&r, &out, 4);
   return r;
 }
-template <class T> inline T __shfl_sync(u32, T v, int source) { return simt_shuffle(3, "__shfl_sync", v, [=](int) { return source & 31; }); }
+template <class T> inline T __shfl_sync(u32, T v, int source) {   // each lane may ask for another
+  u32 in[2] = {0, (u32)source & 31}, out;
+  memcpy(in, &v, 4);
+  simt::together(3, "__shfl_sync", in, 2, &out, 1, [](simt::Warp& w) { for (int i = 0; i < 32; i++) w.out[i][0] = w.in[w.in[i][1]][0]; });
+  T r;
+  memcpy(&r, &out, 4);
+  return r;
+}
 template <class T> inline T __shfl_xor_sync(u32, T v, int mask) { return simt_shuffle(4, "__shfl_xor_sync", v, [=](int i) { return i ^ mask; }); }
 template <class T> inline T __shfl_down_sync(u32, T v, int d) { return simt_shuffle(5, "__shfl_down_sync", v, [=](int i) { return i + d < 32 ? i + d : i; }); }
 template <class T> inline T __shfl_up_sync(u32, T v, int d) { return simt_shuffle(8, "__shfl_up_sync", v, [=](int i) { return i >= d ? i - d : i; }); }
+inline u32 __match_any_sync(u32, int v) {
+  u32 in = (u32)v, out;
+  simt::together(10, "__match_any_sync", &in, 1, &out, 1, [](simt::Warp& w) {
+    for (int i = 0; i < 32; i++) {
+      w.out[i][0] = 0;
+      for (int j = 0; j < 32; j++) w.out[i][0] |= (u32)(w.in[i][0] == w.in[j][0]) << j;
+    }
+  });
+  return out;
+}
 inline bool __all_sync(u32, bool vote) { return __ballot_sync(~0u, vote) == ~0u; }
 inline u32 atomicOr(u32* p, u32 v) { const u32 old = *p; *p |= v; simt::event(); return old; }
