@@ -27,6 +27,7 @@ HEADERS = (
     "layout.cuh",
     "residual.cuh",
 )  # common.cuh is the machine's own
+MACHINE = ("simt", "common")  # compiled once
 LATE, AT_ONCE, RANDOM = range(3)  # when copies land
 
 
@@ -139,37 +140,34 @@ def library(
         base = machine(folder)
         with tempfile.TemporaryDirectory(dir=folder) as name:
             work = Path(name)
-            for file in EMULATOR.iterdir():
-                if file.stem != "simt":
-                    shutil.copy(file, work)
+            shutil.copy(EMULATOR / main, work)
             for own, text in texts.items():
                 (work / own).write_text(text, encoding="utf-8")
             options = [f"-D__CUDA_ARCH__={arch}", f'-DKERNEL_FILE="{source}"']
             options += [f"-DKERNEL_NAME={source.removesuffix('.cu')}"]
             options += [f"-D{macro}={value}" for macro, value in defines.items()]
-            options += ["-I.", f"-I{base}", "-include", str(base / "simt.hpp"), "-shared", "-o", "made.so"]
-            compile_in(work, [*options, main, str(base / "simt.o")])
+            options += ["-I.", f"-I{base}", "-include", str(base / "common.cuh"), "-shared", "-o", "made.so"]
+            compile_in(work, ["-O1", *options, main, *(str(base / f"{name}.o") for name in MACHINE)])
             os.replace(work / "made.so", target)
     return ctypes.CDLL(str(target))
 
 
 def machine(folder: Path) -> Path:
-    """A folder with what all kernels share, compiled once: the scheduler, and the header in the compiler's own form."""
+    """A folder with what all kernels share, compiled once: the machine, and its headers in the compiler's own form."""
     base = folder / "machine"
     if not base.exists():
         with tempfile.TemporaryDirectory(dir=folder) as name:
             work = Path(name) / "machine"
-            work.mkdir()
-            for file in EMULATOR.glob("simt.*"):
-                shutil.copy(file, work)
-            compile_in(work, ["-c", "simt.cpp", "-o", "simt.o"])
-            compile_in(work, ["-x", "c++-header", "simt.hpp", "-o", "simt.hpp.gch"])
+            shutil.copytree(EMULATOR, work)
+            for part in MACHINE:
+                compile_in(work, ["-O2", "-c", f"{part}.cpp", "-o", f"{part}.o"])
+            compile_in(work, ["-O1", "-x", "c++-header", "common.cuh", "-o", "common.cuh.gch"])
             with suppress(OSError):  # another process was first
                 work.rename(base)
     return base
 
 
 def compile_in(folder: Path, options: list[str]) -> None:
-    command = [cxx(), "-std=c++17", "-O1", "-fPIC", "-w", *options]
+    command = [cxx(), "-std=c++17", "-fPIC", "-w", *options]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

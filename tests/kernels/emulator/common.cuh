@@ -3,7 +3,7 @@
 #include "simt.hpp"
 
 #define DYNAMIC_SHARED(name) static const int name##_is_shared = 0
-#define smem (simt::lane().block->shared.data())
+#define smem (simt::here->shared)
 
 inline u32 shared_address(const void* p) { return (u32)((const u8*)p - smem); }
 template <class T> inline T simt_lds(u32 a) { T v; memcpy(&v, simt::at_shared(a, sizeof(T)), sizeof(T)); return v; }
@@ -22,24 +22,11 @@ template <int THREADS_> inline void barrier_of(int id) { simt::gate(id, THREADS_
 template <int THREADS_> inline void barrier_pass(int id) { simt::pass(id, THREADS_); }
 
 // ---- asynchronous copies: they land when they are waited for, at once, or at a random wait before ----
-inline void simt_land(const simt::Async& a) { memcpy(smem + a.dst, a.data.data(), a.data.size()); }
-inline void copy_async_or_zero(u32 dst, const void* src, bool there) {
-  simt::Async a{dst, std::vector<u8>(16, 0)};
-  simt::at_shared(dst, 16);
-  if (there) memcpy(a.data.data(), src, 16);
-  memset(smem + dst, 0xff, 16);
-  if (simt::machine->copies == simt::AT_ONCE) simt_land(a);
-  simt::lane().open.push_back(a);
-}
+void copy_async_or_zero(u32 dst, const void* src, bool there);
 inline void copy_async(u32 dst, const void* src) { copy_async_or_zero(dst, src, true); }
-inline void copy_commit() { simt::lane().groups.push_back(std::move(simt::lane().open)), simt::lane().open.clear(); }
-template <int LEFT> inline void copy_wait() {
-  auto& groups = simt::lane().groups;
-  while (groups.size() > LEFT) {
-    for (auto& a : groups.front()) simt_land(a);
-    groups.pop_front();
-  }
-}
+void copy_commit();
+void simt_copy_wait(u32 left);
+template <int LEFT> inline void copy_wait() { simt_copy_wait(LEFT); }
 
 // ---- global memory that other blocks write ----
 inline uint4 load_shared_by_grid(const void* p) {
@@ -59,7 +46,7 @@ inline u32 atomic_add_later(u32* p, u32 n, int zero) { return atomic_add(p + zer
 #define MINUS_INFINITY (-INFINITY)
 inline float bf16_to_f32(u32 bits) { return __uint_as_float(bits << 16); }
 inline u32 simt_bf16(float f) {
-  if (std::isnan(f)) return 0x7fff;
+  if (f != f) return 0x7fff;
   const u32 v = __float_as_uint(f);
   return (v + 0x7fff + (v >> 16 & 1)) >> 16;
 }
@@ -93,73 +80,18 @@ inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {   // exact in double for the few bi
   return f32_to_bf16x2(one(16), one(0));
 }
 // c (16 x 8) += a (16 x 16) * b (16 x 8), operands as mma.m16n8k16 spreads them over the lanes
-inline void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  u32 in[6] = {a0, a1, a2, a3, b0, b1}, out[4];
-  simt::together(6, "mma", in, 6, out, 4, [](simt::Warp& w) {
-    float a[16][16], b[16][8];
-    for (int l = 0; l < 32; l++) {
-      const int r = l / 4, k = l % 4 * 2;
-      for (int h = 0; h < 2; h++) {
-        auto half = [&](int i) { return bf16_to_f32(w.in[l][i] >> (16 * h) & 0xffff); };
-        a[r][k + h] = half(0), a[r + 8][k + h] = half(1), a[r][k + 8 + h] = half(2), a[r + 8][k + 8 + h] = half(3);
-        b[k + h][r] = half(4), b[k + 8 + h][r] = half(5);
-      }
-    }
-    for (int l = 0; l < 32; l++)
-      for (int i = 0; i < 4; i++) {
-        float sum = 0.f;
-        for (int k = 0; k < 16; k++) sum += a[l / 4 + i / 2 * 8][k] * b[k][l % 4 * 2 + i % 2];
-        w.out[l][i] = __float_as_uint(sum);
-      }
-  });
-  for (int i = 0; i < 4; i++) c[i] += __uint_as_float(out[i]);
-}
+void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1);
+void load_transposed(u32 address, u32 (&a)[4]);
 
-inline void load_transposed(u32 address, u32 (&a)[4]) {
-  simt::together(9, "ldmatrix", &address, 1, a, 4, [](simt::Warp& w) {
-    for (int l = 0; l < 32; l++)
-      for (int i = 0; i < 4; i++) {
-        auto half = [&](int row) { return (u32)simt_lds<u16>(w.in[8 * i + row][0] + 2 * (l / 4)); };
-        w.out[l][i] = half(l % 4 * 2) | half(l % 4 * 2 + 1) << 16;
-      }
-  });
-}
-
-inline void wait_for_previous_kernel() { if (simt::machine->waited) simt::machine->waited(); }
+inline void wait_for_previous_kernel() { simt::waited(); }
 inline void let_next_kernel_start() {}
 
 // ---- mbarriers and bulk copies ----
-inline void barrier_init(u32 barrier, u32 arrivals) {
-  simt::at_shared(barrier, 8);
-  simt::Barrier b;
-  b.expected = b.pending = arrivals;
-  simt::lane().block->barriers[barrier] = b;
-}
+void barrier_init(u32 barrier, u32 arrivals);
 inline void barriers_ready() {}
-inline void barrier_expect_more(u32 barrier, u32 bytes) {
-  simt::Barrier& b = simt::barrier_at(barrier);
-  if (b.pending == 0) simt::fail("bytes expected of a phase that may be over");
-  b.bytes += bytes;
-}
-inline void barrier_arrive(u32 barrier) { simt::arrive(simt::barrier_at(barrier), 1); }
-inline void barrier_arrive_expect(u32 barrier, u32 bytes) {
-  barrier_expect_more(barrier, bytes);
-  barrier_arrive(barrier);
-}
-inline void barrier_wait(u32 barrier, u32 phase) {
-  simt::Barrier& b = simt::barrier_at(barrier);
-  simt::wait_until("an mbarrier", [&] { return (b.phase & 1) != (phase & 1); });
-}
-inline bool elect_lane() {
-  u32 none = 0;
-  simt::together(7, "elect", &none, 0, &none, 0, [](simt::Warp&) {});
-  return simt::lane_id() == 0;
-}
-inline void copy_bulk(u32 dst, const void* src, u32 bytes, u32 barrier) {
-  if (bytes % 16 || dst % 16 || (uintptr_t)src % 16) simt::fail("a bulk copy that is not in pieces of 16 bytes");
-  simt::Block& block = *simt::lane().block;
-  if ((u64)dst + bytes > block.shared.size()) simt::fail("a bulk copy past shared memory");
-  block.bulks.push_back({dst, std::vector<u8>((const u8*)src, (const u8*)src + bytes), barrier});
-  memset(smem + dst, 0xff, bytes);
-  if (simt::machine->copies == simt::AT_ONCE) simt::land(block, block.bulks.size() - 1);
-}
+void barrier_expect_more(u32 barrier, u32 bytes);
+void barrier_arrive(u32 barrier);
+void barrier_arrive_expect(u32 barrier, u32 bytes);
+void barrier_wait(u32 barrier, u32 phase);
+bool elect_lane();
+void copy_bulk(u32 dst, const void* src, u32 bytes, u32 barrier);

@@ -1,13 +1,10 @@
 // Runs the kernels of residual.cu, which is included as it is, on the emulated machine.
 #include KERNEL_FILE
 
-static char message[512];
-static const char* run(u32 grid, u32 shared_bytes, u32 seed, std::function<void()> kernel) {
-  simt::Machine m;
-  m.grid = grid, m.threads = THREADS, m.shared_bytes = shared_bytes, m.random.seed(seed), m.kernel = kernel;
-  const std::string fault = simt::run({&m}, {1}, seed);
-  snprintf(message, sizeof message, "%s", fault.c_str());
-  return fault.empty() ? nullptr : message;
+template <class F> static const char* run(u32 grid, u32 shared_bytes, u32 seed, const F& kernel) {
+  simt::Launch launch = simt::launch_of(kernel);
+  launch.grid = grid, launch.threads = THREADS, launch.shared_bytes = shared_bytes, launch.seed = seed;
+  return simt::run(&launch, 1, 1, seed);
 }
 
 extern "C" const char* run_index(u32 grid, u32 seed, const u8* pool, long long slot_bytes, const u8* bank, long long bank_slot_bytes, long long bank_down,

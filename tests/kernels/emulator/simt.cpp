@@ -1,38 +1,102 @@
 // simt.cpp - the scheduler of the emulated machine: it picks a warp, lets its lanes run until they wait, and so on.
-#include "simt.hpp"
+#include "machine.hpp"
 
 namespace simt {
+Place* here = nullptr;
+static jmp_buf scheduler;
+
+static void leave() {  // to the scheduler, until it comes back
+  if (!_setjmp(lane().at)) _longjmp(scheduler, 1);
+}
+static void go_on(Lane& l) {
+  here = &l;
+  if (_setjmp(scheduler)) return;
+  if (l.started) _longjmp(l.at, 1);
+  l.started = true;
+  setcontext(&l.context);
+}
+void fail(const char* what) {
+  std::string& fault = lane().machine->fault;
+  if (fault.empty()) fault = std::string(what) + " (block " + std::to_string(here->block) + ", thread " + std::to_string(here->thread) + ")";
+  while (true) leave();
+}
+void yield(const char* what) {
+  lane().waits = what;
+  leave();
+}
+void wait_while(const char* what, const u64* watched, u64 mask, u64 before) {
+  if ((*watched & mask) != before) return;
+  Lane& l = lane();
+  l.waits = what, l.watched = watched, l.mask = mask, l.before = before;
+  leave();
+  l.watched = nullptr;
+}
+void event() { lane().machine->events++; }
+
+void together(int op, const char* what, const u32* in, int words, u32* out, int results, void (*work)(Warp&)) {
+  Warp& w = *lane().warp;
+  const u32 me = lane_id();
+  if (w.arrived == 0) w.op = op;
+  if (w.op != op) fail((std::string("a warp whose lanes meet in different operations: ") + what).c_str());
+  memcpy(w.in[me], in, words * 4);
+  if (++w.arrived == 32) {
+    work(w);
+    w.arrived = 0, w.round++;
+    event();
+  } else wait_while(what, &w.round, ~0ull, w.round);
+  memcpy(out, w.out[me], results * 4);
+}
+static bool pass(Gate& g, u32 threads) {
+  if (++g.arrived < threads) return false;
+  g.arrived = 0, g.round++;
+  event();
+  return true;
+}
+bool pass(int id, u32 threads) { return pass(lane().own->gates[id], threads); }
+void gate(int id, u32 threads, const char* what) {
+  Gate& g = lane().own->gates[id];
+  const u64 round = g.round;
+  if (!pass(g, threads)) wait_while(what, &g.round, ~0ull, round);
+}
+
+static void all_there(Machine& m) {
+  if (!m.there) for (int i = 0; i < m.late.count; i++) memcpy(m.late.at[i], m.ahead[i].data(), m.ahead[i].size());
+  m.there = true;
+}
+void waited() { all_there(*lane().machine); }
+
 static void enter() {
-  Machine* m = machine;
-  Lane* self = m->now;
-  m->kernel();
-  self->done = true, self->block->live--;
+  Lane& self = lane();
+  self.machine->kernel(self.machine->with);
+  self.done = true, self.own->live--;
   event();
   while (true) leave();
 }
 
 static std::unique_ptr<Block> make_block(Machine& m, u32 index) {
-  if (m.begun) m.begun();
+  m.there = false;
+  for (int i = 0; i < m.late.count; i++) memset(m.late.at[i], 0xff, m.late.bytes[i]);
   auto block = std::make_unique<Block>();
-  block->index = index, block->live = m.threads;
+  block->machine = &m, block->live = m.threads;
   block->shared.resize(m.shared_bytes);
   for (auto& byte : block->shared) byte = (u8)m.random();         // nothing may rely on zeros
   block->warps.resize(m.threads / 32), block->slow.resize(m.threads / 32);
   const size_t stack = 64 << 10;
   block->stack_bytes = stack * m.threads;
   block->stacks = (char*)mmap(nullptr, block->stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  block->lanes = std::make_unique<Lane[]>(m.threads);
   for (u32 t = 0; t < m.threads; t++) {
-    auto lane = std::make_unique<Lane>();
-    lane->thread = t, lane->block = block.get(), lane->warp = &block->warps[t / 32];
-    getcontext(&lane->context);
-    lane->context.uc_stack.ss_sp = block->stacks + stack * t, lane->context.uc_stack.ss_size = stack, lane->context.uc_link = nullptr;
-    makecontext(&lane->context, (void (*)())enter, 0);
-    block->lanes.push_back(std::move(lane));
+    Lane& lane = block->lanes[t];
+    (Place&)lane = {t, index, m.grid, m.grid_y, m.threads, m.shared_bytes, block->shared.data()};
+    lane.machine = &m, lane.own = block.get(), lane.warp = &block->warps[t / 32];
+    getcontext(&lane.context);
+    lane.context.uc_stack.ss_sp = block->stacks + stack * t, lane.context.uc_stack.ss_size = stack, lane.context.uc_link = nullptr;
+    makecontext(&lane.context, (void (*)())enter, 0);
   }
   return block;
 }
 
-std::string run(std::vector<Machine*> machines, std::vector<u32> resident, u32 seed) {
+static std::string run(std::vector<std::unique_ptr<Machine>>& machines, u32 resident, u32 seed) {
   std::mt19937 random(seed);
   struct State { std::vector<std::unique_ptr<Block>> blocks; u32 started = 0; };
   std::vector<State> states(machines.size());
@@ -50,7 +114,7 @@ std::string run(std::vector<Machine*> machines, std::vector<u32> resident, u32 s
           if (!s.blocks[i]->bulks.empty()) return "a block ended before its copies";
           s.blocks.erase(s.blocks.begin() + i);
         } else i++;
-      while (s.started < m.grid * m.grid_y && s.blocks.size() < resident[k]) s.blocks.push_back(make_block(m, s.started++)), m.events++;
+      while (s.started < m.grid * m.grid_y && s.blocks.size() < resident) s.blocks.push_back(make_block(m, s.started++)), m.events++;
       left = left || !s.blocks.empty();
       events += m.events;
       for (auto& b : s.blocks) live_warps += b->warps.size();
@@ -60,7 +124,9 @@ std::string run(std::vector<Machine*> machines, std::vector<u32> resident, u32 s
     seen = events;
     if (idle > 4000 * live_warps) {
       std::map<std::string, int> waits;
-      for (auto& s : states) for (auto& b : s.blocks) for (auto& l : b->lanes) if (!l->done) waits[l->waits]++;
+      for (auto& s : states)
+        for (auto& b : s.blocks)
+          for (u32 t = 0; t < b->warps.size() * 32; t++) if (!b->lanes[t].done) waits[b->lanes[t].waits]++;
       std::string what = "no thread gets on:";
       for (auto& w : waits) what += " " + std::to_string(w.second) + " wait for " + w.first + ";";
       return what;
@@ -80,13 +146,27 @@ std::string run(std::vector<Machine*> machines, std::vector<u32> resident, u32 s
     u32 w;
     do w = random() % b.warps.size();
     while (b.slow[w] && random() % 128);
-    machine = &m;
     for (u32 i = 0; i < 32; i++) {
-      Lane& l = *b.lanes[w * 32 + i];
-      if (l.done) continue;
-      go_on(m, l);
+      Lane& l = b.lanes[w * 32 + i];
+      if (l.done || (l.watched && (*l.watched & l.mask) == l.before)) continue;
+      go_on(l);
       if (!m.fault.empty()) return m.fault;
     }
   }
+}
+
+const char* run(const Launch* launches, int count, u32 resident, u32 seed) {
+  std::vector<std::unique_ptr<Machine>> machines;
+  for (int i = 0; i < count; i++) {
+    machines.push_back(std::make_unique<Machine>());
+    Machine& m = *machines.back();
+    (Launch&)m = launches[i];
+    m.random.seed(m.seed);
+    for (int k = 0; k < m.late.count; k++) m.ahead.emplace_back(m.late.at[k], m.late.at[k] + m.late.bytes[k]);
+  }
+  static std::string fault;
+  fault = run(machines, resident, seed);
+  for (auto& m : machines) all_there(*m);
+  return fault.empty() ? nullptr : fault.c_str();
 }
 }  // namespace simt
