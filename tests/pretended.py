@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 NAME = "pretended"
 MOVES = ("aten::_to_copy", "aten::copy_")
@@ -78,8 +77,7 @@ class _Mode(TorchDispatchMode):
 
 
 def _run(function: Any, arguments: Any, named: dict[str, Any]) -> Any:
-    name, given = function.name(), []
-    tree_map(lambda x: given.append(x) if isinstance(x, Tensor) else None, (arguments, named))
+    name, given = function.name(), list(_tensors((arguments, named)))
     ours = [isinstance(x, _Pretended) for x in given if isinstance(x, _Pretended) or x.dim()]
     if len(set(ours)) == 2 and not name.startswith(MIXED):
         raise RuntimeError(f"{name}: expected all tensors to be on the same device")
@@ -89,7 +87,7 @@ def _run(function: Any, arguments: Any, named: dict[str, Any]) -> Any:
     elif named.get("device") is not None:
         there = torch.device(named["device"]).type == NAME
         named = named | {"device": torch.device("cpu") if there else named["device"]}
-    result = function(*tree_map(_inner, arguments), **tree_map(_inner, named))
+    result = function(*_changed(_inner, arguments), **_changed(_inner, named))
     if not there:
         return result
     known = {id(x.inner): x for x in given if isinstance(x, _Pretended)}  # what works in place gives its own back
@@ -99,7 +97,24 @@ def _run(function: Any, arguments: Any, named: dict[str, Any]) -> Any:
             return value
         return known[id(value)] if id(value) in known else _Pretended(value)
 
-    return tree_map(outer, result)
+    return _changed(outer, result)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
+
+
+def _changed(change: Callable[[Any], Any], value: Any) -> Any:
+    """Lists, tuples and dictionaries as the dispatcher gives them, with all else in them changed."""
+    if isinstance(value, dict):
+        return {key: _changed(change, part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([_changed(change, part) for part in value])
+    return change(value)
 
 
 def _inner(value: Any) -> Any:
