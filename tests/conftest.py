@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 
+import pytest
 from hypothesis import settings
 
 gc.disable()  # until all is collected: what is imported meanwhile stays, and looking through it again costs a third
@@ -16,6 +17,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Each worker begins with neighbouring tests, which share models, and in the end takes over some of another's."""
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "worksteal"
 
 
 def pytest_collection_finish() -> None:
