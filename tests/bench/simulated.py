@@ -66,6 +66,17 @@ def _unpacked(shape: ExpertShape, form: WeightForm, slot: bytes) -> tuple[Any, A
     return found
 
 
+@functools.lru_cache(maxsize=256)
+def _dense(shape: ExpertShape, form: WeightForm, slot: bytes, rounded: bool) -> tuple[Tensor, Tensor]:
+    gate_up, down, _ = _unpacked(shape, form, slot)
+    return _weight(gate_up, form, rounded), _weight(down, form, rounded)
+
+
+def _weight(linear: Codes | Tensor, form: WeightForm, rounded: bool) -> Tensor:
+    weight = linear[0].double() if isinstance(linear, Tensor) else dequantize(linear, form)[0]
+    return (weight.bfloat16() if rounded else weight).float()
+
+
 class Prepared:
     def __init__(self, shape: ExpertShape, form: WeightForm, fault: Fault, rounding: Rounding) -> None:
         self.shape, self.form, self.fault, self.rounding, self.calls = shape, form, fault, rounding, 0
@@ -96,21 +107,28 @@ class Prepared:
         for expert in torch.unique(batch.top_k_index).tolist():
             if (slot := int(layer.slot_of[expert])) < 0:
                 continue
-            gate_up, down, biases = _unpacked(self.shape, self.form, layer.pool[slot].numpy().tobytes())
+            held = layer.pool[slot].numpy().tobytes()
+            gate_up, down = self._weights(held)
+            biases = _unpacked(self.shape, self.form, held)[2]
             token, j = torch.where(batch.top_k_index == expert)
-            bias = None if biases is None else biases.gate_up[0]
-            joined = self._linear("gate_up", gate_up, batch.x[token].float(), bias)
+            joined = self._linear(gate_up, batch.x[token].float(), None if biases is None else biases.gate_up[0])
             gate, up = joined.chunk(2, -1)
             h = self.fault.h(activate_torch(gate, up, self.shape.activation).bfloat16())
-            p[token, j] = self._linear("down", down, h.float(), None if biases is None else biases.down[0])
+            p[token, j] = self._linear(down, h.float(), None if biases is None else biases.down[0])
         return p
 
-    def _linear(self, name: str, linear: Codes | Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        if isinstance(linear, Codes):  # of which a fault may change some
+    def _weights(self, slot: bytes) -> tuple[Tensor, Tensor]:
+        if type(self.fault).linear is Fault.linear:
+            return _dense(self.shape, self.form, slot, self.rounding.weights)
+        gate_up, down, _ = _unpacked(self.shape, self.form, slot)
+        return self._changed("gate_up", gate_up), self._changed("down", down)
+
+    def _changed(self, name: str, linear: Codes | Tensor) -> Tensor:
+        if isinstance(linear, Codes):  # of which the fault may change some
             linear = Codes(linear.codes.clone(), linear.scales.clone())
-        linear = self.fault.linear(name, linear)
-        weight = linear[0].double() if isinstance(linear, Tensor) else dequantize(linear, self.form)[0]
-        weight = (weight.bfloat16() if self.rounding.weights else weight).float()
+        return _weight(self.fault.linear(name, linear), self.form, self.rounding.weights)
+
+    def _linear(self, weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         # Row by row, so that a row's sums do not depend on its batch.
         y = torch.stack([weight @ row for row in x]) if len(x) else x.new_zeros(0, len(weight))
         y = y.bfloat16().float() if self.rounding.products else y
