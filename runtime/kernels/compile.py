@@ -13,7 +13,7 @@ from typing import Any
 
 from runtime.errors import KernelError
 from runtime.kernels import cache
-from runtime.kernels.cubin import Cubin, Resources, read_cubin
+from runtime.kernels.cubin import Cubin, Resources, read_cubin, with_its_end
 from runtime.kernels.device import current_gpu
 
 _INSTALL = "pip install 'moespeq[cuda]'"
@@ -193,7 +193,7 @@ def _run_nvrtc(nvrtc: Any, name: str, text: str, chosen: tuple[str, ...]) -> Cub
     program = nvrtc.createProgram(text, name, [], [])
     try:
         nvrtc.compileProgram(program, chosen)
-        return read_cubin(nvrtc.getCUBIN(program), nvrtc.getProgramLog(program))
+        return read_cubin(with_its_end(nvrtc.getCUBIN(program)), nvrtc.getProgramLog(program))
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program).strip("\0 \n")
         raise KernelError(

@@ -84,6 +84,17 @@ def read_cubin(data: bytes, log: str) -> Cubin:
     return Cubin(data, resources)
 
 
+def with_its_end(data: bytes) -> bytes:
+    """A cubin as NVRTC made it, from what CuPy returns of it.
+
+    CuPy takes its last byte for the end of a string. It is a zero, of the table of program headers; drivers do not miss
+    it, but tools that read ELF files (nvdisasm, cuobjdump) refuse what lacks it.
+    """
+    (programs,) = struct.unpack_from("<Q", data, 32)
+    entry, count = struct.unpack_from("<HH", data, 54)
+    return data.ljust(programs + entry * count, b"\0")
+
+
 def _parameters(info: bytes) -> tuple[int, ...]:
     sizes: dict[int, int] = {}
     for number, value in _attributes(info):

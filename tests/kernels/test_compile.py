@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -232,6 +233,14 @@ class TestResources:
         needs = compile_cubin(Source("spill.cu"), "sm_80").resources["spill"]
         assert needs.registers == 32  # 65536 of an SM for 2048 threads
         assert needs.spill_bytes > needs.stack_bytes > 100
+
+    def test_a_cubin_is_whole(self, folder: Path) -> None:
+        """Tools refuse one without its last byte, which CuPy leaves out."""
+        data = compile_cubin(SOURCE, "sm_80").data
+        programs, sections = struct.unpack_from("<QQ", data, 32)
+        sizes = struct.unpack_from("<HHHH", data, 54)
+        ends = (programs + sizes[0] * sizes[1], sections + sizes[2] * sizes[3])
+        assert programs and len(data) == max(ends)
 
     @pytest.mark.parametrize("size", [0, 5, 63, 64, 2000, -300])
     def test_a_torn_cubin_is_refused(self, folder: Path, size: int) -> None:
