@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Self
 
 import torch
 
-from runtime.errors import MoespeqError
 from runtime.memory.location import ExpertKey
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """One stream call, as the cache sees it.
-
-    Attributes:
-        ready: experts that are there, pinned, not yet yielded.
-        held: experts that were yielded and are still pinned.
-        pending: experts that were asked for and are not there.
-        error: why one of them will not come.
-        thread: the one that asked.
-    """
-
-    ready: deque[ExpertKey] = field(default_factory=deque)
-    held: list[ExpertKey] = field(default_factory=list)
-    pending: set[ExpertKey] = field(default_factory=set)
-    error: MoespeqError | None = None
-    thread: threading.Thread = field(default_factory=threading.current_thread)
+from runtime.memory.tickets import Ticket
 
 
 class ExpertStream(Iterator[tuple[ExpertKey, torch.Tensor]]):

@@ -1,12 +1,11 @@
-"""What is to be read next, what is being read, and the threads that read it."""
+"""What is to be read next, and what is being read."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from runtime.memory.location import ExpertKey
 from runtime.memory.residency import Residency
@@ -14,24 +13,6 @@ from runtime.memory.schedule import MOST_FETCHES, Fetch
 from runtime.memory.stats import CacheStats
 
 Cause = Literal["demand", "prefetch", "return"]
-
-
-@dataclass(slots=True)
-class Transfer:
-    """One read on its way into a claimed slot.
-
-    Attributes:
-        claimed: whether a stream asked for it before it arrived.
-        started: when it went on the link, by `time.perf_counter`.
-        read_s: seconds on the link; None while it is there.
-    """
-
-    key: ExpertKey
-    slot: int
-    cause: Cause
-    claimed: bool = False
-    started: float = 0.0
-    read_s: float | None = None
 
 
 class Landing(Protocol):
@@ -50,19 +31,39 @@ class Landing(Protocol):
         """Return when it has."""
 
 
-class Copies(Protocol):
-    """Moves records without a thread of its own."""
+@dataclass(slots=True)
+class Transfer:
+    """One read on its way into a claimed slot.
 
-    def start(self, key: ExpertKey, buffer: Any) -> Landing:
-        """Queue the copy of a record to a slot; copies arrive one after the other, in this order."""
+    Attributes:
+        claimed: whether a stream asked for it before it arrived.
+        started: when it went on the link, by `time.perf_counter`.
+        read_s: seconds on the link; None while it is there.
+        landing: its copy once that has started; None where a reader moves it.
+    """
+
+    key: ExpertKey
+    slot: int
+    cause: Cause
+    claimed: bool = False
+    started: float = 0.0
+    read_s: float | None = None
+    landing: Landing | None = None
 
 
 class TransferQueue:
-    """Demands in order of asking, then prefetches in order of need. No lock: the cache holds its own."""
+    """Demands in order of asking, then prefetches in order of need. No lock: the cache holds its own.
+
+    Attributes:
+        in_flight: what has left the queue and is not in its slot yet.
+        demands: what somebody waits for, in order of asking.
+        closed: whether nothing is given out any more.
+    """
 
     def __init__(self, residency: Residency, stats: CacheStats) -> None:
         self.in_flight: dict[ExpertKey, Transfer] = {}
-        self.demands: dict[ExpertKey, None] = {}  # in order
+        self.demands: dict[ExpertKey, None] = {}
+        self.closed = False
         self._failed: set[ExpertKey] = set()
         self._fetches: dict[ExpertKey, Fetch] = {}
         self._cut_short = False  # whether the window has more than these
@@ -182,6 +183,11 @@ class TransferQueue:
         self._cut_short = False
         self._idle_since = None
 
+    def close(self) -> None:
+        """Give out nothing any more; what is in flight goes on."""
+        self.closed = True
+        self.clear()
+
     def recover(self) -> None:
         """Forget what is queued and who holds what; only what is in flight, and not in its slot yet, still counts."""
         self.clear()
@@ -208,55 +214,3 @@ class TransferQueue:
         self._watch_link()
         self.in_flight[transfer.key] = transfer
         return transfer
-
-
-class ReaderThreads:
-    """Threads that each repeat: take a transfer, read it, report.
-
-    Args:
-        count: reads at a time.
-        take: blocks until there is a transfer; None ends the thread.
-        read: fills the transfer's slot and returns the bytes read.
-        report: told the transfer and the bytes, or the error.
-        crash: told what take or report raised; the thread ends.
-    """
-
-    def __init__(
-        self,
-        count: int,
-        take: Callable[[], Transfer | None],
-        read: Callable[[Transfer], int],
-        report: Callable[[Transfer, int | BaseException], None],
-        crash: Callable[[BaseException], None],
-    ) -> None:
-        self._take, self._read, self._report, self._crash = take, read, report, crash
-        self._threads = [
-            threading.Thread(target=self._loop, name=f"moespeq-reader-{index}", daemon=True) for index in range(count)
-        ]
-
-    def start(self) -> None:
-        """Start all threads."""
-        for thread in self._threads:
-            thread.start()
-
-    def alive(self) -> bool:
-        """Whether any thread can still deliver; False in a forked child."""
-        return any(thread.is_alive() for thread in self._threads)
-
-    def join(self) -> None:
-        """Wait for the end of the threads that were started."""
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
-
-    def _loop(self) -> None:
-        try:
-            while (transfer := self._take()) is not None:
-                outcome: int | BaseException
-                try:
-                    outcome = self._read(transfer)
-                except BaseException as error:
-                    outcome = error  # it belongs to whoever asked for the record
-                self._report(transfer, outcome)
-        except BaseException as error:
-            self._crash(error)

@@ -233,7 +233,7 @@ def test_ctrl_c_between_having_and_holding_costs_no_slot(
                 list(engine.generate(request))
         left = 0
         assert list(engine.generate(request)) == wanted
-        assert not engine.cache._open_tickets and not engine.cache._residency.pins
+        assert not engine.cache._tickets.open and not engine.cache._residency.pins
 
 
 def test_a_gpu_without_the_memory_is_refused_with_what_to_do(pack_of: PackOf, monkeypatch: pytest.MonkeyPatch) -> None:

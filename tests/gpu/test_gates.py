@@ -288,7 +288,7 @@ def test_a_reader_that_crashes_opens_the_gates(pack_of: PackOf, monkeypatch: pyt
     with gated(pack_of("qwen2_moe", torch.bfloat16), 9, speculate=False, prefetch="none", **changes) as engine:
         tokens = engine.generate(REQUEST)
         next(tokens)
-        monkeypatch.setattr(engine.cache._policy, "loaded", broken)
+        monkeypatch.setattr(engine.cache._tickets._policy, "loaded", broken)
         with pytest.raises(ZeroDivisionError):
             list(tokens)
 

@@ -156,7 +156,7 @@ def test_streams_the_file_whatever_is_announced(
                     assert bytes(tensor[: len(payload)].numpy()) == payload, key
                     came.append(key)
                 assert sorted(came) == sorted(set(keys))
-        assert not cache._residency.pins and not cache._open_tickets and not cache._waiters
+        assert not cache._residency.pins and not cache._tickets.open and not cache._tickets._waiters
     stats = cache.stats
     assert not harm
     assert stats.requests == asked

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -17,10 +17,15 @@ import torch
 
 from runtime.errors import StorageError
 from runtime.memory.cache import ExpertCache
+from runtime.memory.copier import Copier
 from runtime.memory.eviction import make_policy
 from runtime.memory.location import PAGE_BYTES, ExpertKey
 from runtime.memory.ranking import Ranking
+from runtime.memory.residency import Residency
 from runtime.memory.slots import SlotPool
+from runtime.memory.stream import Hold
+from runtime.memory.tickets import Tickets
+from runtime.memory.transfer import TransferQueue
 from runtime.memory.window import Window
 
 from .records import MemoryStore, content, settle
@@ -84,7 +89,7 @@ def test_an_interrupt_amid_a_copy_leaves_a_cache_that_goes_on(
     """The thread that polls is the one that Ctrl-C stops, and it spends its waits in there."""
     cache, copies = make(2)
     with cache:
-        place = {"take": cache._queue, "settle": cache._residency, "loaded": cache._policy}
+        place = {"take": cache._queue, "settle": cache._residency, "loaded": cache._tickets._policy}
         whole = copies.start if where == "start" else getattr(place[where], where)
 
         def interrupted(*arguments: object) -> object:
@@ -100,7 +105,7 @@ def test_an_interrupt_amid_a_copy_leaves_a_cache_that_goes_on(
             for _ in range(4):
                 cache.poll()
             get(cache, [A, B])
-        assert not cache._open_tickets and not cache._queue.demands
+        assert not cache._tickets.open and not cache._queue.demands
         for keys in ([A], [B, A], [C, D], [D, A]):
             get(cache, keys)
 
@@ -113,7 +118,7 @@ def test_a_copy_that_an_interrupt_left_half_noted_is_not_noted_into_the_slot_of_
     with cache:
         settle = cache._residency.settle
         cache.announce([[A, B]])
-        first: Any = cache._landings[A][1]
+        first: Any = cache._queue.in_flight[A].landing
         first._looks = -100
 
         def interrupted(*arguments: Any) -> None:
@@ -147,7 +152,7 @@ def test_a_copy_that_cannot_start_is_an_error_of_those_who_wait() -> None:
         with pytest.raises(StorageError, match="no way to the device"):
             get(cache, [A, B])
         get(cache, [A, C])
-        assert not cache._residency.pins and not cache._open_tickets
+        assert not cache._residency.pins and not cache._tickets.open
 
 
 def test_a_pause_is_no_time_on_the_link() -> None:
@@ -214,12 +219,12 @@ class Lines:
 
 
 @contextmanager
-def interrupted(file: str, place: int) -> Iterator[Lines]:
-    """Ctrl-C before the line of a file that comes after `place` others; it ends the block and is no error."""
+def interrupted(files: Collection[str], place: int) -> Iterator[Lines]:
+    """Ctrl-C before the line of these files that comes after `place` others; it ends the block and is no error."""
     lines = Lines(place)
 
     def look(frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename != file:
+        if frame.f_code.co_filename not in files:
             return look if event == "call" else None
         if event == "line":
             lines.left -= 1
@@ -245,7 +250,7 @@ def test_an_interrupt_at_any_line_of_the_window_leaves_one_that_goes_on() -> Non
         with cache:
             cache.announce(rows)
             get(cache, rows[0])
-            with interrupted(file, place) as lines:
+            with interrupted({file}, place) as lines:
                 cache.announce([*rows[1:], [D, A]])
                 get(cache, rows[1])
             for _ in range(2):
@@ -269,7 +274,7 @@ def test_an_interrupt_at_any_line_of_the_ranking_leaves_all_slots_in_use(policy:
         with cache:
             get(cache, keys[2:4])
             get(cache, keys[:1])
-            with interrupted(file, place) as lines:
+            with interrupted({file}, place) as lines:
                 cache.announce([keys[4:7], [keys[8], keys[1]]])
                 get(cache, keys[:2])
                 get(cache, [keys[8]])
@@ -281,6 +286,43 @@ def test_an_interrupt_at_any_line_of_the_ranking_leaves_all_slots_in_use(policy:
         if lines.left >= 0:
             break
     assert 20 < place < 999
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("num_slots", [2, 5])
+def test_an_interrupt_at_any_line_that_moves_records_leaves_all_slots_in_use(num_slots: int) -> None:
+    """The thread that asks, starts the copies and sees them arrive is in one of these files most of the time."""
+    moving = (ExpertCache.announce, Hold.wait, Tickets.ask, Copier.poll, TransferQueue.take, Residency.claim)
+    files = {function.__code__.co_filename for function in moving}
+    keys = [(layer, expert) for layer in range(2) for expert in range(4)]
+    assert len(files) == len(moving)
+    for place in range(3000):
+        cache, copies = make(num_slots)
+        with cache:
+            with interrupted(files, place) as lines:
+                cache.announce([[A, B], [C, D], [B, A]])
+                get(cache, [A, B])
+                cache.announce([[C, D], [B, A], [keys[4], A]])
+                for _ in range(5):
+                    cache.poll()
+                with cache.stream([C, D]) as stream:
+                    assert {key for key, _ in stream} == {C, D}
+                cache.rest()
+                get(cache, [keys[5], A])
+            cache.recover()
+            assert not cache._tickets.open and not cache._residency.pins
+            for first in [*range(9 - num_slots)] * 2:
+                get(cache, keys[first : first + num_slots])
+            assert sorted(cache.resident_slots().values()) == list(range(num_slots))
+            cache.announce([keys[:2], keys[2:4]])
+            get(cache, keys[2:4])
+            cache.announce([[keys[6]]])
+        started = len(copies.started)
+        cache.poll()
+        assert len(copies.started) == started
+        if lines.left >= 0:
+            break
+    assert 800 < place < 2999
 
 
 def test_fetches_beyond_those_of_one_schedule_come_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 import time
@@ -43,7 +44,7 @@ def test_an_unfinished_stream_gives_its_slots_back(how: str) -> None:
             with pytest.raises(StorageError, match="a record"):
                 list(stream)
         serve(cache, [D, E])
-        assert not cache._residency.pins and not cache._open_tickets and not cache._queue.demands
+        assert not cache._residency.pins and not cache._tickets.open and not cache._queue.demands
 
 
 @pytest.mark.parametrize("where", ["this thread", "a thread that has ended"])
@@ -162,7 +163,7 @@ def test_an_interrupt_ends_a_wait_at_once_and_leaves_nothing_pinned() -> None:
         with pytest.raises(KeyboardInterrupt):
             serve(cache, [A, B])
         assert time.monotonic() - started < 2
-        assert not cache._residency.pins and not cache._open_tickets and not cache._queue.demands
+        assert not cache._residency.pins and not cache._tickets.open and not cache._queue.demands
     finally:
         gate.set()
         cache.close()
@@ -194,8 +195,26 @@ def test_an_interrupt_while_a_wait_takes_the_lock_back_frees_no_lock_of_another(
             serve(cache, [A, B])
         other.join(5)
         gate.set()
-        assert not cache._residency.pins and not cache._open_tickets and not cache._queue.demands
+        assert not cache._residency.pins and not cache._tickets.open and not cache._queue.demands
         serve(cache, [B])
+
+
+@pytest.mark.timeout(20)
+def test_a_forked_child_is_told_that_it_has_no_readers() -> None:
+    """Threads stay in the process that started them; waiting for them would take for ever."""
+    with make_cache(MemoryStore(), 2) as cache:
+        with cache._lock:  # no reader has it in the child
+            child = os.fork()
+        if not child:
+            status = 1
+            try:
+                serve(cache, [A])
+            except StorageError as error:
+                status = 0 if "running reader threads" in str(error) else 2
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        serve(cache, [A])
 
 
 def test_streams_have_no_destructor() -> None:
