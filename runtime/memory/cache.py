@@ -295,23 +295,21 @@ class ExpertCache:
         """Wait as long as the ticket lacks something; an error of it, or an interrupt, releases it."""
         try:
             while lacking():
-                self._wait(ticket)
+                self._wait(ticket, lacking)
             if ticket.error is not None:
                 raise ticket.error
         except BaseException:
             self._release(ticket)
             raise
 
-    def _wait(self, ticket: Ticket) -> None:
+    def _wait(self, ticket: Ticket, lacking: Callable[[], bool]) -> None:
         if ticket.error is not None:
             raise ticket.error
         self._check_open()
         started = time.perf_counter()
         moving = self._mover.wait()
         self.stats.wait_s += time.perf_counter() - started
-        if moving or not ticket.pending:
-            return
-        if self._tickets.stuck():
+        if not moving and lacking() and self._tickets.stuck():
             raise PlanError(
                 expected=f"a slot for {self._store.describe(next(iter(ticket.pending)))}",
                 found=f"all {self._pool.num_slots} held by streams that were left open, by this thread or an ended one",

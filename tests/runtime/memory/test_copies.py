@@ -138,6 +138,19 @@ def test_a_copy_that_an_interrupt_left_half_noted_is_not_noted_into_the_slot_of_
 
 
 @pytest.mark.timeout(20)
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_a_stream_of_more_experts_than_slots_comes_in_waves(num_slots: int) -> None:
+    """One whose last copy under way has just arrived waits for no slot, even if it holds them all."""
+    cache, copies = make(num_slots)
+    with cache:
+        for _ in range(2):
+            with cache.stream([A, B, C, D]) as stream:
+                came = [key for key, tensor in stream if bytes(tensor[:2].tolist()) == content(key)]
+            assert sorted(came) == [A, B, C, D]
+        assert copies.started[:4] == [A, B, C, D]
+
+
+@pytest.mark.timeout(20)
 def test_a_copy_that_cannot_start_is_an_error_of_those_who_wait() -> None:
     cache, copies = make(2)
     with cache:
