@@ -68,6 +68,7 @@ class TransferQueue:
         self._fetches: dict[ExpertKey, Fetch] = {}
         self._cut_short = False  # whether the window has more than these
         self._takers: dict[ExpertKey, Fetch] = {}  # by victim
+        self._wants_spare = False  # whether a fetch may have lost its victim and found nobody else
         self._residency = residency
         self._stats = stats
         self._on_link = 0
@@ -101,9 +102,11 @@ class TransferQueue:
             return True
         if not self._fetches:
             return False
-        residency, takers = self._residency, self._takers
+        residency, takers, next_use = self._residency, self._takers, self._residency.window.next_use
         return any(
-            key in residency.elsewhere or (key in takers and residency.may_give_way(key, takers[key]))
+            key in residency.elsewhere
+            or (key in takers and residency.may_give_way(key, takers[key]))
+            or (self._wants_spare and key not in next_use)
             for key in unpinned
         )
 
@@ -113,12 +116,14 @@ class TransferQueue:
             slot = self._residency.claim()
             if slot is None:
                 return None
+            self._wants_spare = True
             key = next(iter(self.demands))
             del self.demands[key]
             return self._start(Transfer(key, slot, "demand", claimed=True))
         if self._cut_short and not self._fetches:
             self.plan()
         spare = True  # until the residents were looked through in vain
+        self._wants_spare = False
         for fetch in list(self._fetches.values()):
             if fetch.key in self._residency.slots or fetch.key in self.in_flight:
                 del self._fetches[fetch.key]
@@ -127,6 +132,7 @@ class TransferQueue:
             if slot is None and spare and self._residency.lost_victim(fetch):
                 slot = self._residency.claim_spare()
                 spare = slot is not None
+                self._wants_spare = not spare
             if slot is not None:
                 del self._fetches[fetch.key]
                 return self._start(Transfer(fetch.key, slot, "prefetch"))

@@ -200,6 +200,20 @@ def test_one_prefetch_goes_behind_what_somebody_waits_for(late: bool) -> None:
         assert set(copies.started) == {A, B, C, D, wanted}
 
 
+def test_a_prefetch_whose_victim_went_to_a_demand_takes_the_place_of_what_nobody_needs() -> None:
+    """Nothing else may be under way by then, and the next announcement long in coming."""
+    cache, copies = make(2)
+    with cache:
+        get(cache, [A, B])
+        cache.announce([[A, B], [C]])
+        assert [fetch.victim for fetch in cache._queue._fetches.values()] == [A]
+        with cache.hold([B]):
+            get(cache, [D])
+            for _ in range(4):
+                cache.poll()
+            assert copies.started == [A, B, D, C]
+
+
 def test_rest_starts_nothing_and_the_next_poll_does() -> None:
     cache, copies = make(4)
     with cache:
