@@ -172,9 +172,10 @@ class Residency:
     def unpin(self, keys: Iterable[ExpertKey]) -> None:
         """Take back one pin of each key."""
         for key in keys:
-            count = self.pins.pop(key)
-            if count > 1:
-                self.pins[key] = count - 1
+            if self.pins[key] > 1:
+                self.pins[key] -= 1
+            else:
+                del self.pins[key]
 
     def _evict_one(self, may_go: Callable[[ExpertKey], bool]) -> int | None:
         """The slot of the one that the policy picks; None while none of them can be had."""

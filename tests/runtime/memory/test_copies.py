@@ -289,6 +289,24 @@ def test_an_interrupt_at_any_line_of_the_window_leaves_one_that_goes_on() -> Non
     assert 20 < place < 999
 
 
+def test_an_interrupt_while_one_hold_lets_go_takes_nothing_from_another() -> None:
+    file = Residency.unpin.__code__.co_filename
+    for place in range(100):
+        cache, _ = make(2)
+        with cache:
+            first, second = cache.hold([A, B]), cache.hold([B, A])
+            first.wait(), second.wait()
+            with interrupted(file, place) as lines:
+                first.close()
+            assert {A, B} <= cache._residency.pins.keys()
+            second.close()
+            cache.recover()
+            get(cache, [C, D])
+        if lines.left >= 0:
+            break
+    assert 4 < place < 99
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("policy", ["lfu", "priority"])
 @pytest.mark.parametrize("num_slots", [2, 5])
