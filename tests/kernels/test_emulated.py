@@ -162,6 +162,19 @@ def test_two_stages_are_enough(folder: Path) -> None:
         assert layer.error(y[0], *(t[0] for t in batch)) < 3e-3
 
 
+@pytest.mark.parametrize("experts", [60, 129])  # slots that come with the choices, and slots that are looked up
+def test_one_warp_lists_any_of_many_experts(folder: Path, experts: int) -> None:
+    layer = Layer(folder, ExpertShape(experts, 4, 16, 8), WeightForm("int4", 128), roles=True)
+    for tokens in (8, 3):
+        x, index, weights = layer.batch(tokens, seed=tokens)
+        index = (index - index[0, 0, 2] + experts - 1) % experts  # the last one is among them
+        absent = torch.zeros(experts, dtype=torch.bool)
+        absent[index[0, 0, :2].long()] = True
+        y = layer.run(x, index, weights, slot_of=torch.where(absent, -1, layer.slot_of))
+        weights = torch.where(absent[index.long()], 0.0, weights)
+        assert layer.error(y[0], x[0], index[0], weights[0]) < 3e-3
+
+
 @pytest.mark.parametrize("roles", [False, True])
 def test_two_calls_side_by_side_end(folder: Path, roles: bool) -> None:
     layer = Layer(folder, SHAPE, WeightForm("int4", 128), roles=roles)
