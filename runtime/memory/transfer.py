@@ -116,14 +116,12 @@ class TransferQueue:
             slot = self._residency.claim()
             if slot is None:
                 return None
-            self._wants_spare = True
             key = next(iter(self.demands))
             del self.demands[key]
             return self._start(Transfer(key, slot, "demand", claimed=True))
         if self._cut_short and not self._fetches:
             self.plan()
         spare = True  # until the residents were looked through in vain
-        self._wants_spare = False
         for fetch in list(self._fetches.values()):
             if fetch.key in self._residency.slots or fetch.key in self.in_flight:
                 del self._fetches[fetch.key]
@@ -132,10 +130,10 @@ class TransferQueue:
             if slot is None and spare and self._residency.lost_victim(fetch):
                 slot = self._residency.claim_spare()
                 spare = slot is not None
-                self._wants_spare = not spare
             if slot is not None:
                 del self._fetches[fetch.key]
                 return self._start(Transfer(fetch.key, slot, "prefetch"))
+        self._wants_spare = not spare
         self._watch_link()  # what a demand overtook is queued no more
         return None
 
@@ -217,6 +215,7 @@ class TransferQueue:
         if not self._on_link:
             self._busy_since = transfer.started
         self._on_link += 1
+        self._wants_spare = True  # who gave way for it may have been the victim of another
         self._watch_link()
         self.in_flight[transfer.key] = transfer
         return transfer
