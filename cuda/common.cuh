@@ -73,6 +73,12 @@ __device__ __forceinline__ uint4 load_read_only(const void* p) {
   asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
+// Asked for in the order of the program, which the assembler keeps for such loads and atomics
+__device__ __forceinline__ u32 load_word_here(const void* p) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
 // From the L2, whatever an L1 still holds
 __device__ __forceinline__ uint4 load_past_l1(const void* p) {
   uint4 v;
@@ -93,6 +99,12 @@ __device__ __forceinline__ u32 atomic_add(u32* p, u32 n) {
 // The same by one lane, at p[zero]. Were the address known to be the same in all lanes, the assembler would gather the lanes of the
 // warp and wait for the result at once; `zero` is a 0 that it cannot see to be one.
 __device__ __forceinline__ u32 atomic_add_later(u32* p, u32 n, int zero) { return atomic_add(p + zero, n); }
+// The same by lane 0 of a warp, without a branch; 0 in all others
+__device__ __forceinline__ u32 atomic_add_by_first(u32* p, u32 n, int lane) {
+  u32 v = 0;
+  asm volatile("{ .reg .pred first; setp.eq.s32 first, %3, 0; @first atom.relaxed.gpu.global.add.u32 %0, [%1], %2; }" : "+r"(v) : "l"(p + lane), "r"(n), "r"(lane) : "memory");
+  return v;
+}
 
 // ---- arithmetic ----
 #define MINUS_INFINITY __int_as_float(0xff800000)

@@ -88,25 +88,26 @@ template <int FIRST, int COUNT, int BARRIER> __device__ __forceinline__ void mak
 // Whether a call's list is made by a single warp, without a barrier: a pair for each lane, and no expert with several entries
 __device__ __forceinline__ bool is_short_list(const Args& args) { return LEVELS == 1 && (MAX_PAIRS <= 32 || args.num_tokens * TOP_K <= 32); }
 
-// What make_list does, by one warp; entries are in the order of their first pairs. The slots of few experts come with the choices.
+// What make_list does, by one warp; entries are in the order of their first pairs. All that it needs is asked for at once, the slots of all
+// experts where these are few.
 __device__ __forceinline__ void make_short_list(const Args& args, int lane) {
   constexpr bool FEW = EXPERT_WORDS <= 4;
-  u32 claim = 0;
-  if (lane == 0) claim = atomic_add_later(args.state, args.first_claim, lane);   // the block's first tiles
-  auto slot_of = [&](int e) {
+  const int num_pairs = args.num_tokens * TOP_K, pair = min(lane, num_pairs - 1);
+  const bool mine = lane < num_pairs;
+  auto slot_of = [&](u32 e) {
 #if RECORDS
-    return args.slot_of[e] | args.record_of[e] >> 31;   // -1 unless both are here
+    return (int)load_word_here(args.slot_of + e) | (int)load_word_here(args.record_of + e) >> 31;   // -1 unless both are here
 #else
-    return args.slot_of[e];
+    return (int)load_word_here(args.slot_of + e);
 #endif
   };
+  const u32 claim = atomic_add_by_first(args.state, args.first_claim, lane);   // the block's first tiles
+  const u32 e = load_word_here(args.index + pair);
   int all[FEW ? EXPERT_WORDS : 1];
   if (FEW)
 #pragma unroll
     for (int i = 0; i < EXPERT_WORDS; i++) all[i] = slot_of(min(i * 32 + lane, NUM_EXPERTS - 1));
-  const bool mine = lane < args.num_tokens * TOP_K;
-  const int e = mine ? args.index[lane] : 0;
-  const float weight = mine ? args.weight[lane] : 0.f;
+  const float weight = __uint_as_float(load_word_here(args.weight + pair));
   int slot = -1;
   if (FEW) {
 #pragma unroll
@@ -116,7 +117,7 @@ __device__ __forceinline__ void make_short_list(const Args& args, int lane) {
     }
   } else slot = slot_of(e);
   const bool here = mine && slot >= 0;
-  const u32 same = __match_any_sync(~0u, here ? e : -1 - lane);
+  const u32 same = __match_any_sync(~0u, here ? (int)e : -1 - lane);
   const int first = __ffs(same) - 1;
   const u32 firsts = __ballot_sync(~0u, here && first == lane);
   const int entry = __popc(firsts & ((1u << first) - 1));

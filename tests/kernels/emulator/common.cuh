@@ -37,10 +37,12 @@ inline uint4 load_shared_by_grid(const void* p) {
 }
 inline void store_shared_by_grid(void* p, uint4 v) { memcpy(p, &v, 16), simt::event(); }
 inline uint4 load_read_only(const void* p) { uint4 v; memcpy(&v, p, 16); return v; }
+inline u32 load_word_here(const void* p) { u32 v; memcpy(&v, p, 4); return v; }
 inline uint4 load_past_l1(const void* p) { return load_read_only(p); }
 inline uint4 load_lines(const void* p) { return load_read_only(p); }
 inline u32 atomic_add(u32* p, u32 n) { const u32 old = *p; *p += n; simt::event(); return old; }
 inline u32 atomic_add_later(u32* p, u32 n, int zero) { return atomic_add(p + zero, n); }
+inline u32 atomic_add_by_first(u32* p, u32 n, int lane) { return lane ? 0 : atomic_add(p, n); }
 
 // ---- arithmetic ----
 #define MINUS_INFINITY (-INFINITY)
