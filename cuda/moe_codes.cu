@@ -392,13 +392,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_codes(
     compute(args, me, shared);
     return;
   }
-  if (!is_short_list(args)) {
-    make_list<COMPUTE * 32, LISTERS, 2>(args);
-    barrier_pass<THREADS>(3);
-  } else if (me.warp == PRODUCER) {
-    make_short_list(args, me.lane);
-    barrier_pass<THREADS>(3);
-  } else barrier_of<THREADS>(3);
+  list_for_block<COMPUTE * 32, LISTERS, 2, 3>(args, me.warp, me.lane);
   if (!BESIDE && me.warp == WARPS - 1) let_next_kernel_start();   // for the block
   const u32 parity = block_claim() >> 31;
   if (me.warp < PRODUCER + TEAMS) produce(args, me, shared, parity);

@@ -111,6 +111,8 @@ def load_manifest(folder: Path, cls: type[M]) -> M:
     body = read_json(path, f"the {kind} manifest")
     if not isinstance(body, dict) or body.get("kind") != kind:
         other = body.get("kind") if isinstance(body, dict) else type(body).__name__
+        if isinstance(other, str) and other in _COMMANDS:
+            mend = f"pass the folder that `moespeq {_COMMANDS.get(kind, kind)}` wrote"
         raise ArtifactError(expected=f"a manifest of kind {kind!r} in {path}", found=f"{other!r:.80}", mend=mend)
     version = body.get("format_version")
     wanted = format_version(cls)
@@ -123,7 +125,7 @@ def load_manifest(folder: Path, cls: type[M]) -> M:
         raise ArtifactError(expected=f"{mismatch.expected} in {path}", found=mismatch.found, mend=mend) from None
 
 
-_COMMANDS = {"quantized": "quantize"}
+_COMMANDS = {"quantized": "quantize", "profile": "profile", "pack": "pack"}  # by the kind of what it writes
 
 
 class _Mismatch(Exception):

@@ -188,6 +188,13 @@ def test_what_is_wrong_is_named(change: dict[str, Any], message: str, tmp_path: 
         load_manifest(tmp_path, SampleManifest)
 
 
+def test_the_folder_of_another_stage_is_not_to_be_made_again(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps({"kind": "pack"}))
+    with pytest.raises(ArtifactError, match="found 'pack'") as caught:
+        load_manifest(tmp_path, QuantizedManifest)
+    assert caught.value.mend == "pass the folder that `moespeq quantize` wrote"
+
+
 def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_manifest(tmp_path, SAMPLES[0])
 
