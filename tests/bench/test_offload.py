@@ -11,7 +11,7 @@ import torch
 from moespeq_cli.app import main
 from moespeq_cli.bench import offload
 from moespeq_cli.bench import offload_tables as tables
-from moespeq_cli.bench.command import _encodings
+from moespeq_cli.bench.decode_command import _encodings
 from moespeq_cli.bench.offload_compare import Comparison
 from moespeq_cli.bench.offload_compare import routing as routing_of
 from moespeq_cli.bench.offload_kernels import TOKEN_ORDER
