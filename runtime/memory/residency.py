@@ -107,10 +107,11 @@ class Residency:
         """Nothing is announced: what an interrupt left half changed would be wrong from then on."""
         self.window = Window()
 
-    def schedule(self, on_their_way: Collection[ExpertKey]) -> list[Fetch]:
-        """The fetches of the window from what is resident or on its way now."""
+    def schedule(self, on_their_way: Collection[ExpertKey], left_out: set[ExpertKey]) -> list[Fetch]:
+        """The fetches of the window from what is resident or on its way now, without some that are neither."""
         num_free = len(self._free) + len(self._twice)
-        return schedule(self.window, self.slots, on_their_way, num_free, self._policy, self.elsewhere)
+        not_needed = self.elsewhere | left_out if left_out else self.elsewhere
+        return schedule(self.window, self.slots, on_their_way, num_free, self._policy, not_needed)
 
     def pass_on(self, key: ExpertKey) -> None:
         """Somebody has a copy of an expert, resident or not: here it gives way first and is not fetched ahead."""

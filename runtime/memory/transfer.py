@@ -64,7 +64,7 @@ class TransferQueue:
         self.in_flight: dict[ExpertKey, Transfer] = {}
         self.demands: dict[ExpertKey, None] = {}
         self.closed = False
-        self._failed: set[ExpertKey] = set()
+        self._failed: set[ExpertKey] = set()  # prefetches, until a demand has succeeded
         self._fetches: dict[ExpertKey, Fetch] = {}
         self._cut_short = False  # whether the window has more than these
         self._takers: dict[ExpertKey, Fetch] = {}  # by victim
@@ -78,15 +78,15 @@ class TransferQueue:
     def plan(self) -> None:
         """Replace the queued prefetches by those of the window.
 
-        Those already in flight go on; an expert whose prefetch failed once is left to demand.
+        Those already in flight go on; an expert whose prefetch failed is left to demand until one has succeeded.
         """
-        slots, in_flight, demands, failed = self._residency.slots, self.in_flight, self.demands, self._failed
-        found = self._residency.schedule(in_flight)
+        slots, in_flight, demands = self._residency.slots, self.in_flight, self.demands
+        found = self._residency.schedule(in_flight, self._failed)
         self._cut_short = len(found) == MOST_FETCHES
         self._fetches = {
             fetch.key: fetch
             for fetch in found
-            if not (fetch.key in slots or fetch.key in in_flight or fetch.key in demands or fetch.key in failed)
+            if not (fetch.key in slots or fetch.key in in_flight or fetch.key in demands)
         }
         self._takers = {fetch.victim: fetch for fetch in reversed(self._fetches.values()) if fetch.victim is not None}
         self._watch_link()
@@ -167,6 +167,7 @@ class TransferQueue:
                 self._failed.add(transfer.key)
                 self._stats.failed_prefetches += 1
             return
+        self._failed.discard(transfer.key)
         self._stats.count_read(transfer.cause, num_bytes)
         unused_bytes = num_bytes if transfer.cause == "prefetch" and not transfer.claimed else None
         self._residency.settle(transfer.key, transfer.slot, unused_bytes)

@@ -387,6 +387,28 @@ def test_fetches_beyond_those_of_one_schedule_come_too(monkeypatch: pytest.Monke
     assert started(100) == started(3) == [*unneeded, *wanted[:10]]
 
 
+def test_fetches_that_failed_do_not_hold_up_what_is_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("schedule", "transfer"):
+        monkeypatch.setattr(f"runtime.memory.{module}.MOST_FETCHES", 2)
+    cache, copies = make(2)
+    with cache:
+
+        def refuse(key: ExpertKey) -> None:
+            if key in (A, B) and copies.started.count(key) == 1:
+                raise RuntimeError("no way to the device")
+
+        copies.after = refuse
+        for _ in range(3):
+            cache.announce([[A, B, C, D]])
+            while cache._queue.in_flight:
+                cache.poll()
+        assert copies.started == [A, B, C, D] and cache.stats.failed_prefetches == 2
+        get(cache, [A])  # which works this time
+        get(cache, [C, D])
+        cache.announce([[A]])
+        assert copies.started[4:] == [A, D, A]
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_the_link_has_work_while_an_announcement_is_worked_through(
     monkeypatch: pytest.MonkeyPatch, known: bool
