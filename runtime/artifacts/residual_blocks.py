@@ -104,9 +104,9 @@ class Parts:
         at = matrix.index[matrix.zero_places]
         steps = np.clip((matrix.draft[at] >> 8 & 127).astype(int) - (high[at] & 127), 0, _MOST_STEPS)
         nibbles = np.where(at < len(bits) - 1, (high[at] >> 7 << 3) | steps, 0).astype(np.uint8)
-        wrong = matrix.high(low, nibbles) != high
-        wrong[-1] = False  # padding is never read
-        places = np.flatnonzero(wrong[matrix.index])
+        missed = matrix.high(low, nibbles) != high
+        missed[-1] = False  # padding is never read
+        places = np.flatnonzero(missed[matrix.index])
         return cls(low.astype(np.uint8)[matrix.index], nibbles, places, high[matrix.index[places]].astype(np.uint8))
 
     @classmethod
