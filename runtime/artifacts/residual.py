@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from runtime.artifacts.record import DraftRecord, RecordLayout, TensorField, align_up, target_tensors, unpack_codes
-from runtime.artifacts.residual_blocks import PIECE_BYTES, Matrix, Parts, wrong
-from runtime.artifacts.unit_order import BLOCK_UNITS, UNIT_WEIGHTS, tiles_and_units
+from runtime.artifacts.residual_blocks import PIECE_BYTES, Matrix, Parts, blocks_of, read_starts, wrong
+from runtime.artifacts.unit_order import UNIT_WEIGHTS
 from runtime.errors import ArtifactError
 from runtime.model.families import ExpertWeights
 
@@ -91,9 +91,8 @@ class ResidualEncoding:
         """What a payload that `decode` takes holds, by matrix."""
         data, views, at, found = payload.numpy(), draft.views(), 0, {}
         for field in (field for field in layout.fields if len(field.shape) == 2):
-            tiles, units = tiles_and_units(*field.shape)
-            sizes = [min(BLOCK_UNITS, units - first) for first in range(0, units, BLOCK_UNITS)] * tiles
-            starts = data[at : at + 4 * (len(sizes) + 1)].view("<u4").astype(np.int64) * PIECE_BYTES
+            sizes = [units for _, units in blocks_of(*field.shape)]
+            starts = read_starts(data, at, len(sizes))
             at = align_up(at + 4 * (len(sizes) + 1), 64)
             sums = starts[:-1] + np.array(sizes) * (UNIT_WEIGHTS + 4)  # where a block's table has its last row
             codes = unpack_codes(views[f"{field.name}.codes"], field.shape[1])
@@ -184,7 +183,7 @@ class _Reader:
         """Each matrix with what its blocks hold; their starts are checked."""
         end = self._places.begin
         for matrix, place in zip(self._matrices, self._places.tables, strict=True):
-            table = self._data[place : place + 4 * (len(matrix.blocks) + 1)].view("<u4").astype(np.int64) * PIECE_BYTES
+            table = read_starts(self._data, place, len(matrix.blocks))
             if table[0] != end or (np.diff(table) <= 0).any() or table[-1] > len(self._data):
                 raise wrong(f"blocks of {matrix.name} one after the other from byte {end} on", "others")
             end = int(table[-1])

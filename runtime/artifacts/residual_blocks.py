@@ -20,6 +20,22 @@ _MEND = "make the pack again with `moespeq pack --force`"
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
+def blocks_of(rows: int, columns: int) -> list[tuple[int, int]]:
+    """(first unit, units) of each block of a matrix: at most 8 neighbouring units of one tile."""
+    tiles, units = tiles_and_units(rows, columns)
+    return [
+        (tile * units + first, min(BLOCK_UNITS, units - first))
+        for tile in range(tiles)
+        for first in range(0, units, BLOCK_UNITS)
+    ]
+
+
+def read_starts(data: Array, at: int, blocks: int) -> Array:
+    """A table of a payload: where so many blocks start and the last one ends, int64 [blocks + 1], in bytes."""
+    starts: Array = data[at : at + 4 * (blocks + 1)].view("<u4").astype(np.int64) * PIECE_BYTES
+    return starts
+
+
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """A matrix of an expert, and what its draft says of it.
@@ -54,13 +70,8 @@ class Matrix:
 
     @property
     def blocks(self) -> list[tuple[int, int]]:
-        """(first unit, units) of each block: at most 8 neighbouring units of one tile."""
-        tiles, units = tiles_and_units(self.rows, self.columns)
-        return [
-            (tile * units + first, min(BLOCK_UNITS, units - first))
-            for tile in range(tiles)
-            for first in range(0, units, BLOCK_UNITS)
-        ]
+        """See `blocks_of`."""
+        return blocks_of(self.rows, self.columns)
 
     def zero_codes(self) -> Array:
         """How many a unit has, int64 [units]."""
