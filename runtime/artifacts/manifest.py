@@ -97,22 +97,22 @@ def load_manifest(folder: Path, cls: type[M]) -> M:
         ArtifactError: no finished manifest, another kind or version, a field that is missing, unknown or mistyped.
     """
     kind = cls.KIND  # type: ignore[attr-defined]
-    mend = f"make the {kind} artifact again with `moespeq {_COMMANDS.get(kind, kind)} --force`"
+    mend = f"make the {kind} artifact again with `moespeq {_command(kind)} --force`"
     path = folder / MANIFEST
     if not path.is_file():
         found = "a folder without a finished manifest"
         if not folder.is_dir():
             found = "a file" if folder.is_file() else "no such folder"
-        mend = f"make it with `moespeq {_COMMANDS.get(kind, kind)}`, or pass the folder where it is"
+        mend = f"make it with `moespeq {_command(kind)}`, or pass the folder where it is"
         if (folder / PROGRESS).is_file():
             found = "an unfinished one (progress.json but no manifest.json)"
-            mend = f"repeat the `moespeq {_COMMANDS.get(kind, kind)}` that was stopped; it goes on where it was"
+            mend = f"repeat the `moespeq {_command(kind)}` that was stopped; it goes on where it was"
         raise ArtifactError(expected=f"a {kind} artifact in {folder}", found=found, mend=mend)
     body = read_json(path, f"the {kind} manifest")
     if not isinstance(body, dict) or body.get("kind") != kind:
         other = body.get("kind") if isinstance(body, dict) else type(body).__name__
         if isinstance(other, str) and other in _COMMANDS:
-            mend = f"pass the folder that `moespeq {_COMMANDS.get(kind, kind)}` wrote"
+            mend = f"pass the folder that `moespeq {_command(kind)}` wrote"
         raise ArtifactError(expected=f"a manifest of kind {kind!r} in {path}", found=f"{other!r:.80}", mend=mend)
     version = body.get("format_version")
     wanted = format_version(cls)
@@ -126,6 +126,11 @@ def load_manifest(folder: Path, cls: type[M]) -> M:
 
 
 _COMMANDS = {"quantized": "quantize", "profile": "profile", "pack": "pack"}  # by the kind of what it writes
+
+
+def _command(kind: str) -> str:
+    """What makes artifacts of a kind."""
+    return _COMMANDS.get(kind, kind)
 
 
 class _Mismatch(Exception):
@@ -191,7 +196,7 @@ def check_files(folder: Path, files: dict[str, FileEntry], kind: str, contents: 
     Raises:
         ArtifactError: naming the first file that is absent, of another size, or changed.
     """
-    mend = f"make the {kind} artifact again with `moespeq {_COMMANDS.get(kind, kind)} --force`"
+    mend = f"make the {kind} artifact again with `moespeq {_command(kind)} --force`"
     for name, entry in files.items():
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ArtifactError(expected=f"file names inside {folder}", found=repr(name), mend=mend)
@@ -271,5 +276,5 @@ def require_same_model(kind: str, folder: Path, artifact_digest: str, model_dige
         raise InputError(
             expected=f"a {kind} artifact of this model (digest {model_digest[:16]})",
             found=f"one of another model (digest {artifact_digest[:16]}) in {folder}",
-            mend=f"pass the model it was made from, or run `moespeq {_COMMANDS.get(kind, kind)}` for this one",
+            mend=f"pass the model it was made from, or run `moespeq {_command(kind)}` for this one",
         )
