@@ -10,6 +10,7 @@ import typer
 from moespeq_cli import console
 from moespeq_cli.bench.decode_command import decode
 from moespeq_cli.bench.shared import (
+    Compare,
     Cores,
     Output,
     Packs,
@@ -31,10 +32,7 @@ bench.command()(decode)
 @bench.command()
 def quality(
     pack: Packs = None,
-    compare: Annotated[
-        list[str] | None,
-        typer.Option("--compare", help="NAME=PACK, another pack of the embedded model; repeat it for more"),
-    ] = None,
+    compare: Compare = None,
     artifacts: Artifacts = DEFAULT_ARTIFACTS,
     problems: Annotated[int, typer.Option("--problems", min=1, max=500, help="Held-out maths problems")] = 500,
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each domain for acceptance")] = 50,

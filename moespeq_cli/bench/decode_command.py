@@ -9,6 +9,7 @@ import typer
 
 from moespeq_cli import console
 from moespeq_cli.bench.shared import (
+    Compare,
     Cores,
     Output,
     Packs,
@@ -28,10 +29,7 @@ _STORED = ("pack", "compare", "same_memory", "caches", "mode", "window_cache", "
 def decode(
     context: typer.Context,
     pack: Packs = None,
-    compare: Annotated[
-        list[str] | None,
-        typer.Option("--compare", help="NAME=PACK, another pack of the embedded model; repeat it for more"),
-    ] = None,
+    compare: Compare = None,
     same_memory: Annotated[
         bool, typer.Option("--same-memory", help="Give packs the same memory for drafts and cache together")
     ] = False,

@@ -9,6 +9,10 @@ import typer
 
 Output = Annotated[Path | None, typer.Option("--json", help="Write the raw figures to this file")]
 Packs = Annotated[Path | None, typer.Option("--pack", help="Pack to measure", show_default="pack in --artifacts")]
+Compare = Annotated[
+    list[str] | None,
+    typer.Option("--compare", help="NAME=PACK, another pack of the embedded model; repeat it for more"),
+]
 Cores = Annotated[int, typer.Option("--threads", min=0, help="Threads of the arithmetic; 0 chooses")]
 
 
