@@ -125,7 +125,7 @@ def test_a_recorded_pass_waits_for_copies_that_the_host_starts_meanwhile(gpu: ob
                 assert time.perf_counter() - started < 10
             for expert in set(board.told(place)):
                 slot = place * experts + expert
-                landing = cuda.start_copy(slots[slot].view(torch.uint8), source[slot].view(torch.uint8), True)
+                landing = cuda.start_copy(slots[slot].view(torch.uint8), source[slot].view(torch.uint8))
                 landing.wait()
                 board.put((place, expert), slot)
             board.meet(place)
