@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from runtime.gpu import attention
+from runtime.gpu import attention, rotary
 from runtime.gpu.rows_decoder import RowExperts, RowsDecoder
 from runtime.kernels.rows import RowOps
 from runtime.model import loader
@@ -73,7 +72,7 @@ class DeviceModel:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
-        _fix_rotary(self.model)
+        rotary.install(self.model, capacity, device)
         self.attention = attention.install(self.model)
         self.kv = SharedKv(spec.num_layers, capacity)
         self._cache_name = loader.cache_argument(self.model.model) or "past_key_values"
@@ -166,14 +165,3 @@ class DeviceModel:
             return self._experts.compute(place, hidden, top_k_index, top_k_weights)
 
         return compute
-
-
-def _fix_rotary(model: Any) -> None:
-    """Take away what makes rotary tables look at positions on the host, to change frequencies beyond a context.
-
-    A run ends at the context for which the first frequencies hold, see `context_limit`.
-    """
-    rotary = getattr(model.model, "rotary_emb", None)
-    if rotary is not None:
-        plain = inspect.unwrap(type(rotary).forward)
-        rotary.forward = plain.__get__(rotary)
