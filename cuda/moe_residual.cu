@@ -12,11 +12,12 @@
 // Numerics   as moe_small.cu in BF16, with its TEAM and PARTS: the same operands in the same order of sums
 // Reference  moe_small.cu in BF16
 //
-// Warps have roles as in moe_codes.cu. The compute warps form groups of 8, or of 4 where that is enough for a tile. The producer copies blocks of
-// records, up to 8 units of 16 rows with their codes and directory, one after the other into one ring of bytes, each as long as it is, and
-// puts a note of each into the fifo of the group that takes it. It gives bytes back in the order in which it took them. Unit u of a tile belongs
+// Warps have roles as in moe_codes.cu. The compute warps form groups of 8, or of 4 where that is enough for a tile. A producer copies blocks of
+// records, up to 8 units of 16 rows with their codes and directory, one after the other into its ring of bytes, each as long as it is, and
+// numbers them. Each producer serves its share of the groups in turn, so a group knows the numbers of its own stages. A producer gives bytes
+// back in the order in which it took them. Unit u of a tile belongs
 // to member TEAM - 1 - u % TEAM of its sums (part PARTS - 1 - u % PARTS in phase 2), which is where moe_small.cu adds it.
-//   Phase 1, gate and up: tile n of the block goes to groups in turn; a finisher adds the members' sums.
+//   Phase 1, gate and up: tiles of a producer go to its groups in turn; a finisher adds the members' sums.
 //   Phase 2, down: entry i of the list goes to groups in turn; the parts are added when the 16 rows are over.
 // The tokens of a warp's next unit are loaded into registers as soon as those of this one leave them.
 // A unit that the directory marks, or whose exceptions are too many for the stage, is rebuilt weight by weight from global memory.
@@ -29,13 +30,19 @@
 #define TEAM 8         // members of a tile's sums, and
 #define PARTS 4        // parts of down's: powers of two up to 8, as in moe_small.cu
 #endif
-#ifndef RING_BYTES
-#define RING_BYTES 196608
+#ifndef PRODUCERS
+#define PRODUCERS 2    // warps, 1 or 2
 #endif
+#ifndef RING_BYTES
+#define RING_BYTES 98304      // of each producer
+#endif
+#ifndef DEPTH
+#define DEPTH 16       // places for notes and barriers of a producer's stages: a power of two
+#endif
+#define MOST_OUT (DEPTH < 32 ? DEPTH : 32)    // of a producer's stages under way: a lane has one
 #define COMPUTE 16
 #define FINISHERS 2
-#define LOOK 2         // tiles whose directory is read ahead of their copies
-#define DEPTH 6        // notes of a fifo
+#define LOOK 2         // tiles of a producer whose directory is read ahead of their copies
 #define ROOM_EXCEPTIONS 128   // of a unit, in the mean over a block, that a stage has with it
 #define MOST_CLAIM 4
 #define UNIT_K 128
@@ -53,21 +60,21 @@
 #define GROUP2 (PARTS > 4 ? 8 : 4)
 #define GROUPS1 (COMPUTE / GROUP1)
 #define GROUPS2 (COMPUTE / GROUP2)
-#define WARPS (COMPUTE + 1 + FINISHERS)
+#define WARPS (COMPUTE + PRODUCERS + FINISHERS)
 #define THREADS (WARPS * 32)
 #define LISTERS (THREADS - COMPUTE * 32)
 #define PRODUCER COMPUTE
 #define RED_BUFFERS 2
 
-#define FIFOS (GROUPS1 + GROUPS2)
-#define SLOTS (FIFOS * DEPTH)
+#define SLOTS (PRODUCERS * DEPTH)
+#define ARRIVALS (GROUP1 > GROUP2 ? GROUP1 : GROUP2)           // that give a stage back, whatever the phase
 #define SUMS (GROUPS1 * RED_BUFFERS)
-#define OFF_CHOICES RING_BYTES                                          // uint4 [256]
+#define OFF_CHOICES (PRODUCERS * RING_BYTES)                                     // uint4 [256]
 #define OFF_RED (OFF_CHOICES + CHOICES_BYTES)                           // f32x4 [GROUPS1][RED_BUFFERS][TEAM][32]
 #define OFF_PART (OFF_RED + SUMS * TEAM * 512)                          // f32 [PARTS][MAX_PAIRS][16]
-#define OFF_NOTE (OFF_PART + PARTS * MAX_PAIRS * 64)                    // Note [SLOTS]
-#define OFF_ENTRIES (OFF_NOTE + SLOTS * 16)                             // uint4 [LOOK][MOST_STAGES][2]: first and last unit of a block
-#define OFF_BARRIER (OFF_ENTRIES + LOOK * MOST_STAGES * 32)             // u64: full, empty [SLOTS]; red full, red empty [SUMS]
+#define OFF_NOTE (OFF_PART + PARTS * MAX_PAIRS * 64)                    // Note [PRODUCERS][DEPTH]
+#define OFF_ENTRIES (OFF_NOTE + SLOTS * 16)                             // uint4 [PRODUCERS][LOOK][MOST_STAGES][2]: first and last unit of a block
+#define OFF_BARRIER (OFF_ENTRIES + PRODUCERS * LOOK * MOST_STAGES * 32) // u64: full, empty [PRODUCERS][DEPTH]; red full, red empty [SUMS]
 #define NUM_BARRIERS (2 * SLOTS + 2 * SUMS)
 #define OFF_RED_NOTE (OFF_BARRIER + NUM_BARRIERS * 8)                   // int2 [SUMS]: entry (-1: the end), tile
 #define OFF_SOURCE (OFF_RED_NOTE + SUMS * 8)                            // u32 [MAX_ACTIVE][COLUMNS]
@@ -77,12 +84,17 @@
 #define MOST_BLOCK_BYTES (STAGE_UNITS * (2048 + 1024 + 3 * ROOM_EXCEPTIONS) + 64)            // all codes zero, and the block's own table
 #define MOST_STAGE_BYTES (STAGE_UNITS * (UNIT_BYTES + DIRECTORY_BYTES) + MOST_BLOCK_BYTES)
 static_assert(FORM == INT4 && RING_BYTES % 16 == 0 && RING_BYTES >= MOST_STAGE_BYTES, "any stage fits");
-static_assert(TEAM <= 8 && PARTS <= 8 && TEAM <= UNITS1 && PARTS <= UNITS2 && GROUPS1 % FINISHERS == 0, "members");
+static_assert(TEAM <= 8 && PARTS <= 8 && TEAM <= UNITS1 && PARTS <= UNITS2 && GROUPS1 % FINISHERS == 0 && FINISHERS % PRODUCERS == 0, "members");
 static_assert(MOST_STAGES <= 16, "a lane has one entry");
+// While a group waits for a stage, the last one of the same place has come: it is not behind the one that the group had before
+#define TURNS1 (GROUPS1 / PRODUCERS)
+#define TURNS2 (GROUPS2 / PRODUCERS)
+static_assert((DEPTH & (DEPTH - 1)) == 0 && TURNS1 * STAGES1 + TURNS2 * STAGES2 <= DEPTH && 2 * TURNS2 * STAGES2 <= DEPTH, "places");
+static_assert(STAGE_UNITS % TEAM == 0 && STAGE_UNITS % PARTS == 0, "members take the same places of every stage");
 
 __device__ __forceinline__ u32* sources() { return (u32*)(smem + OFF_SOURCE); }
 struct Warp { int warp, lane; };
-// What lies in a stage; entry -1: phase 1 is over
+// What lies in a stage; entry -1: phase 1 is over, after so many tiles of the producer
 struct Note {
   int entry, tile;
   u32 place;
@@ -139,7 +151,7 @@ struct ExceptionsOf {   // in a stage
 };
 // acc += unit k of a stage (16 rows x 128 columns) * tokens; before() is called when b is needed, after(i) when piece i of it is used for the
 // last time
-template <class BEFORE, class AFTER> __device__ __forceinline__ void multiply(const Args& args, const Note& note, int k, int record, u32 table, int lane, u32* b,
+template <class BEFORE, class AFTER> __device__ __forceinline__ void multiply(const Args& args, const Note& note, int k, int active, u32 table, int lane, u32* b,
                                                                               float* acc, BEFORE before, AFTER after) {
   const u32 codes = note.place + k * UNIT_BYTES, in = note.place + note.count * UNIT_BYTES + k * DIRECTORY_BYTES;
   const u32 low = note.place + note.count * (UNIT_BYTES + DIRECTORY_BYTES) + k * 2048;
@@ -150,7 +162,7 @@ template <class BEFORE, class AFTER> __device__ __forceinline__ void multiply(co
   before();
   __syncwarp();
   if (by_weight(entry) || (note.far && exceptions(entry))) {
-    const u8* global = args.records + record * args.record_bytes + entry.low * 16ull;
+    const u8* global = args.records + active_records()[active] * args.record_bytes + entry.low * 16ull;
 #pragma unroll 1
     for (int step = 0; step < 8; step++) {
       const u32 from = own + step / 2 * 512 + step % 2 * 8;
@@ -194,67 +206,57 @@ struct Job { int entry, tile; bool down; };   // entry -1: there are no more
 
 struct Jobs {
   const Args& args;
-  int lane, num_active, tiles, claim, end, batch, row_tile, entry;
+  int lane, number, num_active, tiles, claim, end, step, batch, row_tile, entry;
   u32 ahead;
-  // The block's first claim, then batches that become smaller towards the end, each asked for when the one before is begun
+  // A producer's part of the block's first claim, then batches that become smaller towards the end, each asked for when the one before is begun;
+// the entries of its groups in phase 2
   __device__ __forceinline__ Job next() {
     if (entry < 0) {
-      if (claim >= end && batch) claim = (int)(__shfl_sync(~0u, ahead, 0) & 0x7fffffffu), end = claim + batch, batch = 0;
+      if (claim >= end && batch) claim = (int)(__shfl_sync(~0u, ahead, 0) & 0x7fffffffu), end = claim + batch, step = 1, batch = 0;
       if (claim < min(end, tiles)) {
         if (batch == 0) {
-          batch = min(MOST_CLAIM, max(1, (tiles - end) / (2 * (int)gridDim.x)));
+          batch = min(MOST_CLAIM, max(1, (tiles - end) / (2 * PRODUCERS * (int)gridDim.x)));
           if (lane == 0) ahead = atomic_add_later(args.state, batch, lane);
         }
-        const int tile = claim++;
+        const int tile = claim;
+        claim += step;
         return {tile / TILES1, tile % TILES1, false};
       }
-      entry = 0;
+      entry = number;
     }
-    if (row_tile >= TILES2 || num_active == 0) return {-1, 0, true};
+    if (row_tile >= TILES2 || number >= num_active) return {-1, 0, true};
     const Job job = {entry, row_tile, true};
-    if (++entry == num_active) entry = 0, row_tile += gridDim.x;
+    entry += PRODUCERS;
+    if (entry >= num_active) entry = number, row_tile += gridDim.x;
     return job;
   }
 };
 
 __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 shared, u32 parity) {
-  const u32 full = shared + OFF_BARRIER, empty = full + SLOTS * 8;
-  const int num_active = count_active();
-  // Stages that are out, the oldest first, in order of the ring; stage n is known to lane n % 32
-  u32 head = 0, tail = 0, write = 0;
-  u32 begin = 0, where = 0;       // this lane's stage: its first byte; slot and, in bit 16, the parity of its use
-  int filled = 0, gone = 0;       // stages of the fifo whose number this lane has
-  auto reclaim = [&]() {
-    const u32 w = __shfl_sync(~0u, where, tail % 32), slot = w & 0xffffu;
-    barrier_wait(empty + slot * 8, w >> 16);
-    gone += me.lane == (int)(slot / DEPTH);
-    tail++;
-  };
-  // The next slot of a fifo
-  auto take = [&](int fifo) {
-    while (__shfl_sync(~0u, filled - gone, fifo) >= DEPTH) reclaim();
-    const int n = __shfl_sync(~0u, filled, fifo);
-    filled += me.lane == fifo;
-    return (u32)(fifo * DEPTH + n % DEPTH) | (u32)(n / DEPTH & 1) << 16;
-  };
+  const int number = me.warp - PRODUCER, num_active = count_active();
+  const u32 full = shared + OFF_BARRIER + number * DEPTH * 8, empty = full + SLOTS * 8, notes = shared + OFF_NOTE + number * DEPTH * 16;
+  const u32 ring = shared + number * RING_BYTES;
+  // Stages that are out are those from tail to head; lane n % 32 knows where stage n begins
+  u32 head = 0, tail = 0, write = 0, begin = 0;
+  auto reclaim = [&]() { barrier_wait(empty + tail % DEPTH * 8, tail / DEPTH & 1), tail++; };
   auto reserve = [&](u32 bytes) {
+    while (head - tail >= MOST_OUT) reclaim();
     while (true) {
       if (head == tail) { write = 0; break; }
       const u32 oldest = __shfl_sync(~0u, begin, tail % 32);
-      if (head - tail < 31) {
-        if (write > oldest) {
-          if (RING_BYTES - write >= bytes) break;
-          if (bytes < oldest) { write = 0; break; }
-        } else if (bytes < oldest - write) break;
-      }
+      if (write > oldest) {
+        if (RING_BYTES - write >= bytes) break;
+        if (bytes < oldest) { write = 0; break; }
+      } else if (bytes < oldest - write) break;
       reclaim();
     }
+    if (me.lane == (int)(head % 32)) begin = write;
   };
   auto directory_of = [&](const Job& job) {   // of the job's first unit
     const u64 units = (u64)active_records()[job.entry] * ALL + (job.down ? ALL1 + job.tile * UNITS2 : job.tile * UNITS1);
     return args.directory + units * DIRECTORY_BYTES;
   };
-  const u32 entries = shared + OFF_ENTRIES;
+  const u32 entries = shared + OFF_ENTRIES + number * (LOOK * MOST_STAGES * 32);
   int pushed = 0, popped = 0, queued_entry = -1, queued_tile = 0;
   bool queued_down = false;
   auto push = [&](const Job& job) {
@@ -265,11 +267,10 @@ __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 sh
     if (me.lane == pushed % LOOK) queued_entry = job.entry, queued_tile = job.tile, queued_down = job.down;
     pushed++;
   };
-  int turn = 0;                   // tiles of phase 1 so far
+  int tiles = 0;                  // of phase 1 so far
   auto copy_tile = [&](const Job& job, u32 at) {
     const int units = job.down ? UNITS2 : UNITS1;
-    const int fifo = job.down ? GROUPS1 + job.entry % GROUPS2 : turn % GROUPS1;
-    turn += !job.down;
+    tiles += !job.down;
     const u8* codes = args.pool + (u64)active_list()[job.entry].x * SLOT_BYTES + (job.down ? DOWN_OFFSET : 0) + (u64)(job.tile * units) * UNIT_BYTES;
     const u8* record = args.records + active_records()[job.entry] * args.record_bytes;
     const u8* directory = directory_of(job);
@@ -283,12 +284,10 @@ __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 sh
       const u32 to = max(far ? last.low * 16 + nibble_bytes(last) + nibble_words(last) * 4 : all, low + count * 2048);
       const u32 code_bytes = count * UNIT_BYTES, directory_bytes = count * DIRECTORY_BYTES, record_bytes = (to - low + 15) & ~15u;
       const u32 bytes = code_bytes + directory_bytes + record_bytes;
-      const u32 slot = take(fifo);
       reserve(bytes);
-      if (me.lane == (int)(head % 32)) begin = write, where = slot;
       if (elect_lane()) {
-        const u32 s = slot & 0xffffu, place = shared + write, barrier = full + s * 8;
-        sts128(shared + OFF_NOTE + s * 16, job.entry, job.tile, place, count | far << 16);
+        const u32 slot = head % DEPTH, place = ring + write, barrier = full + slot * 8;
+        sts128(notes + slot * 16, job.entry, job.tile, place, count | far << 16);
         barrier_arrive_expect(barrier, bytes);
         copy_bulk(place, codes + first * UNIT_BYTES, code_bytes, barrier);
         copy_bulk(place + code_bytes, directory + first * DIRECTORY_BYTES, directory_bytes, barrier);
@@ -299,7 +298,7 @@ __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 sh
     }
   };
   const int claim = block_claim() & 0x7fffffffu;
-  Jobs jobs = {args, me.lane, num_active, num_active * TILES1, claim, claim + args.first_claim, 0, (int)blockIdx.x, -1, 0};
+  Jobs jobs = {args, me.lane, number, num_active, num_active * TILES1, claim + number, claim + args.first_claim, PRODUCERS, 0, (int)blockIdx.x, -1, 0};
 #pragma unroll 1
   for (int i = 0; i < LOOK; i++) push(jobs.next());
   bool over = false;              // phase 1
@@ -312,13 +311,14 @@ __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 sh
     if (job.down && !over) {
       over = true;
 #pragma unroll 1
-      for (int i = 0; i < GROUPS1; i++) {
-        const u32 s = take(i) & 0xffffu;
+      for (int i = 0; i < TURNS1 * STAGES1; i++) {   // a tile without weights for every group
+        reserve(0);
         if (me.lane == 0) {
-          sts128(shared + OFF_NOTE + s * 16, -1, 0, 0, 0);
-          barrier_arrive(full + s * 8);
+          sts128(notes + head % DEPTH * 16, -1, tiles, 0, 0);
+          barrier_arrive(full + head % DEPTH * 8);
         }
         __syncwarp();
+        head++;
       }
     }
     if (job.entry < 0) break;
@@ -327,23 +327,23 @@ __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 sh
     __syncwarp();
     push(jobs.next());
   }
-  // The claim in flight has come back (its value is used). The last block to be here starts the next call's counting
-  if (me.lane == 0 && atomic_add(args.state + 1, 1 + (u32)(jobs.ahead == 0xffffffffu)) == gridDim.x - 1) {
+  // The claim in flight has come back (its value is used). The last of all producers to be here starts the next call's counting
+  if (me.lane == 0 && atomic_add(args.state + 1, 1 + (u32)(jobs.ahead == 0xffffffffu)) == gridDim.x * PRODUCERS - 1) {
     args.state[1] = 0;
     args.state[0] = ~(parity << 31) & 0x80000000u;
   }
 }
 
 __device__ __forceinline__ void finish(const Args& args, const Warp& me, u32 shared, u32 parity) {
-  const int f = me.warp - PRODUCER - 1;
+  const int f = me.warp - PRODUCER - PRODUCERS;
   {                               // the other buffer of h is for the next call
     uint4* other = (uint4*)(args.h + (u64)(parity ^ 1) * MAX_PAIRS * INTER);
     for (int i = (blockIdx.x * FINISHERS + f) * 32 + me.lane; i < MAX_PAIRS * INTER / 8; i += gridDim.x * FINISHERS * 32) other[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
   }
   const u32 red_full = shared + OFF_BARRIER + 2 * SLOTS * 8, red_empty = red_full + SUMS * 8;
 #pragma unroll 1
-  for (int n = f;; n += FINISHERS) {
-    const int turn = n / GROUPS1, place = n % GROUPS1 * RED_BUFFERS + turn % RED_BUFFERS;
+  for (int n = 0;; n++) {
+    const int turn = n / (GROUPS1 / FINISHERS), place = (f * (GROUPS1 / FINISHERS) + n % (GROUPS1 / FINISHERS)) * RED_BUFFERS + turn % RED_BUFFERS;
     barrier_wait(red_full + place * 8, turn / RED_BUFFERS & 1);
     const int2 note = ((const int2*)(smem + OFF_RED_NOTE))[place];
     if (note.x < 0) break;
@@ -354,28 +354,25 @@ __device__ __forceinline__ void finish(const Args& args, const Warp& me, u32 sha
   }
 }
 
-// A group's way through its fifo; stages of a tile or an entry are counted from 0
-struct Fifo {
+// A group's way to the stages of producer `number`, by theirs
+struct Stages {
   u32 full, empty, notes;   // shared addresses
-  int slot, parity, stage;
-  Note note;
-  __device__ __forceinline__ Fifo(u32 shared, int number) {
+  __device__ __forceinline__ Stages(u32 shared, int number) {
     full = shared + OFF_BARRIER + number * DEPTH * 8, empty = full + SLOTS * 8, notes = shared + OFF_NOTE + number * DEPTH * 16;
-    slot = parity = stage = 0;
   }
-  __device__ __forceinline__ void wait() { barrier_wait(full + slot * 8, parity), note = read_note(notes + slot * 16); }
-  __device__ __forceinline__ void leave() {
-    barrier_arrive(empty + slot * 8);
-    stage++;
-    if (++slot == DEPTH) slot = 0, parity ^= 1;
+  __device__ __forceinline__ Note wait(u32 n) const {
+    barrier_wait(full + n % DEPTH * 8, n / DEPTH & 1);
+    return read_note(notes + n % DEPTH * 16);
   }
-  __device__ __forceinline__ void go_to(int n) {   // from a stage that is there
-    while (stage < n) leave(), wait();
+  template <int GROUP> __device__ __forceinline__ void leave(u32 n, int lane) const {
+    __syncwarp();
+    if (lane == 0) barrier_arrive_times(empty + n % DEPTH * 8, ARRIVALS / GROUP);
   }
 };
 
 __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 shared) {
-  const int column = me.lane / 4, k0 = (me.lane % 4) * 8;
+  const int column = me.lane / 4, k0 = (me.lane % 4) * 8, number = me.warp / (COMPUTE / PRODUCERS);
+  const Stages stages(shared, number);
   const u32 table = shared + OFF_CHOICES;
   barrier_of<THREADS>(3);         // the list is there
   const u32 parity = block_claim() >> 31;
@@ -389,11 +386,11 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
 #pragma unroll
   for (int i = 0; i < B_REGS; i++) b[i] = 0;
   // ---- phase 1
+  int tiles = 0;                  // of the producer, known at the end
   {
     const int group = me.warp / GROUP1, first = me.warp % GROUP1, member = TEAM - 1 - first;
     const u32 red_full = shared + OFF_BARRIER + (2 * SLOTS + group * RED_BUFFERS) * 8, red_empty = red_full + SUMS * 8;
     const bool works = first < TEAM;
-    Fifo fifo(shared, group);
     const u16* x = args.x + (u64)(column < args.num_tokens ? column : 0) * HIDDEN;
     if (!GATHER && works)
 #pragma unroll
@@ -409,71 +406,82 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
     };
     float acc[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
-    while (true) {
-      fifo.stage = 0;
-      fifo.wait();
-      const int entry = fifo.note.entry, tile = fifo.note.tile;
-      if (entry < 0) break;
+    for (u32 n = group % TURNS1 * STAGES1;; n += TURNS1 * STAGES1) {
+      Note note = stages.wait(n);
+      const int entry = note.entry, tile = note.tile;
+      if (entry < 0) {
+        tiles = tile;
+#pragma unroll 1
+        for (int s = 0; s < STAGES1; s++) stages.wait(n + s), stages.leave<GROUP1>(n + s, me.lane);
+        break;
+      }
       acc[0] = acc[1] = acc[2] = acc[3] = 0.f;
       if (GATHER && works) {
         x = args.x + (u64)(sources()[entry * COLUMNS + column] / (INTER * 2 * TOP_K)) * HIDDEN;
 #pragma unroll
         for (int i = 0; i < 4; i++) load_x(b, x, first * UNIT_K + k0, i);
       }
-      if (works)
 #pragma unroll 1
-        for (int u = first; u < UNITS1; u += TEAM) {
-          fifo.go_to(u / STAGE_UNITS);
-          const int next = (u + TEAM < UNITS1 ? u + TEAM : first) * UNIT_K + k0;
-          __syncwarp();
-          multiply(args, fifo.note, u % STAGE_UNITS, active_records()[entry], table, me.lane, b, acc, []() {}, [&](int i) { load_x(b, x, next, i); });
-        }
-      fifo.go_to(STAGES1 - 1);
-      fifo.leave();
+      for (int s = 0; s < STAGES1; s++) {
+        if (s) note = stages.wait(n + s);
+        if (works)
+#pragma unroll 1
+          for (int k = first; k < note.count; k += TEAM) {
+            const int u = s * STAGE_UNITS + k, next = (u + TEAM < UNITS1 ? u + TEAM : first) * UNIT_K + k0;
+            __syncwarp();
+            multiply(args, note, k, entry, table, me.lane, b, acc, []() {}, [&](int i) { load_x(b, x, next, i); });
+          }
+        stages.leave<GROUP1>(n + s, me.lane);
+      }
       if (works) hand_over(entry, tile, acc);
     }
     if (works) hand_over(-1, 0, acc);   // the finishers end
   }
   // ---- phase 2: the first stage is there already
   const int group = me.warp / GROUP2, own = me.warp % GROUP2;
-  const int entries = num_active > group ? (num_active - group - 1) / GROUPS2 + 1 : 0;
+  const int turn = group % TURNS2, first_entry = turn * PRODUCERS + number;
+  const int entries = num_active > first_entry ? (num_active - first_entry - 1) / GROUPS2 + 1 : 0;
   const bool works = own < PARTS && entries > 0;
   const u8* h = (const u8*)(args.h + (u64)parity * MAX_PAIRS * INTER);
-  Fifo fifo(shared, GROUPS1 + group);
+  // Numbers of stages behind those of phase 1: of a row tile, and from one entry of the group to its next
+  const u32 row_stages = (num_active > number ? (num_active - number - 1) / PRODUCERS + 1 : 0) * STAGES2;
+  u32 row = (tiles + TURNS1) * STAGES1;
   auto first_of = [&](int n) { return PARTS == GROUP2 ? (own + n + group) % GROUP2 : own; };   // the short part goes round the warps, and is another one in each group
-  auto tokens_of = [&](int n) { return (const u16*)(h + sources()[(group + n * GROUPS2) * COLUMNS + column]); };
+  auto tokens_of = [&](int n) { return (const u16*)(h + sources()[(first_entry + n * GROUPS2) * COLUMNS + column]); };
   if (works)
 #pragma unroll
     for (int i = 0; i < 4; i++) load_h(b, tokens_of(0), first_of(0) * UNIT_K + k0, i);
 #pragma unroll 1
-  for (int rt = blockIdx.x; rt < TILES2; rt += gridDim.x) {
+  for (int rt = blockIdx.x; rt < TILES2; rt += gridDim.x, row += row_stages) {
 #pragma unroll 1
     for (int n = 0; n < entries; n++) {
-      const int entry = group + n * GROUPS2, first = first_of(n);
-      fifo.stage = 0;
-      fifo.wait();
-      if (works) {
-        float acc[4] = {0.f, 0.f, 0.f, 0.f};
-        const u16* tokens = tokens_of(n);
-        const int after_n = n + 1 < entries ? n + 1 : 0;
+      const int entry = first_entry + n * GROUPS2, first = first_of(n);
+      const u32 at = row + (turn + n * TURNS2) * STAGES2;
+      float acc[4] = {0.f, 0.f, 0.f, 0.f};
+      const u16* tokens = tokens_of(n);
+      const int after_n = n + 1 < entries ? n + 1 : 0;
 #pragma unroll 1
-        for (int u = first; u < UNITS2; u += PARTS) {
-          fifo.go_to(u / STAGE_UNITS);
-          const bool more = u + PARTS < UNITS2;
-          const u16* from = more ? tokens : tokens_of(after_n);
-          const int next = (more ? u + PARTS : first_of(after_n)) * UNIT_K + k0;
-          __syncwarp();
-          multiply(args, fifo.note, u % STAGE_UNITS, active_records()[entry], table, me.lane, b, acc, [&]() { await_h(b, tokens, u * UNIT_K + k0); },
-                   [&](int i) { load_h(b, from, next, i); });
-        }
+      for (int s = 0; s < STAGES2; s++) {
+        const Note note = stages.wait(at + s);
+        if (works)
+#pragma unroll 1
+          for (int k = first; k < note.count; k += PARTS) {
+            const int u = s * STAGE_UNITS + k;
+            const bool more = u + PARTS < UNITS2;
+            const u16* from = more ? tokens : tokens_of(after_n);
+            const int next = (more ? u + PARTS : first_of(after_n)) * UNIT_K + k0;
+            __syncwarp();
+            multiply(args, note, k, entry, table, me.lane, b, acc, [&]() { await_h(b, tokens, u * UNIT_K + k0); }, [&](int i) { load_h(b, from, next, i); });
+          }
+        stages.leave<GROUP2>(at + s, me.lane);
+      }
+      if (works) {
         const int r = me.lane / 4;
         const u32 two = *(const u32*)(active_pairs() + entry * COLUMNS + (me.lane % 4) * 2), low = two & 0xffffu, high = two >> 16;
         float* sums = (float*)(smem + OFF_PART) + (PARTS - 1 - first) * (MAX_PAIRS * 16) + r;
         if (low != NO_PAIR) sums[low * 16] = acc[0], sums[low * 16 + 8] = acc[2];
         if (high != NO_PAIR) sums[high * 16] = acc[1], sums[high * 16 + 8] = acc[3];
       }
-      fifo.go_to(STAGES2 - 1);
-      fifo.leave();
     }
     barrier_of<COMPUTE * 32>(1);
     finish_rows<COMPUTE * 32, 1>(args, rt);
@@ -495,7 +503,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_residual(
   for (int i = threadIdx.x; i < MAX_ACTIVE * COLUMNS; i += THREADS) active_pairs()[i] = NO_PAIR;
   for (int i = threadIdx.x; i < NUM_BARRIERS; i += THREADS) {
     const int out = i - SLOTS, red = out - SLOTS;   // full; empty; sums there; sums read
-    barrier_init(shared + OFF_BARRIER + i * 8, out < 0 ? 1 : red < 0 ? (out < GROUPS1 * DEPTH ? GROUP1 : GROUP2) * 32 : red < SUMS ? TEAM * 32 : 32);
+    barrier_init(shared + OFF_BARRIER + i * 8, out < 0 ? 1 : red < 0 ? ARRIVALS : red < SUMS ? TEAM * 32 : 32);
   }
   fill_choices<THREADS>(shared + OFF_CHOICES, threadIdx.x);
   barriers_ready();
@@ -508,7 +516,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_residual(
   list_for_block<COMPUTE * 32, LISTERS, 2, 3>(args, me.warp, me.lane);
   if (me.warp == THREADS / 32 - 1) let_next_kernel_start();   // for the block
   const u32 parity = block_claim() >> 31;
-  if (me.warp == PRODUCER) produce(args, me, shared, parity);
+  if (me.warp < PRODUCER + PRODUCERS) produce(args, me, shared, parity);
   else finish(args, me, shared, parity);
 #else
   asm volatile("trap;");

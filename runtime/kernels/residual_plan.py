@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from runtime.errors import ShapeError
 from runtime.kernels import fused_plan
 from runtime.kernels.dequant import plain_layout
@@ -11,13 +13,14 @@ from runtime.kernels.layout import SlotLayout
 
 SOURCE = "moe_residual.cu"
 CAPABILITY = (9, 0)  # of the GPU, at least
-_COMPUTE, _FINISHERS = 16, 2  # warps
+_COMPUTE, _FINISHERS, _MOST_PRODUCERS = 16, 2, 2  # warps
 _BLOCK_UNITS, _DIRECTORY_BYTES, _LOW_BYTES, _MOST_NIBBLE_BYTES, _TABLE_BYTES = 8, 80, 2048, 1024, 64
 _EXCEPTIONS_BYTES = 3 * 128  # of a unit, in the mean over a block
 _CHOICES_BYTES = 4096
 _FIRST_CLAIM = 3  # tiles
 _RED_BUFFERS = 2
-_DEPTH, _LOOK = 6, 2  # stages of a group under way, and tiles whose directory is read ahead
+_LOOK = 2  # tiles of a producer whose directory is read ahead
+_LEAST_DEPTH = 16  # places for stages of a producer
 _MOST_STAGES = 16  # of a tile
 _FEWEST_STAGES = 2  # of the largest size, in the ring
 
@@ -51,32 +54,55 @@ def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, smem_limit_by
         )
     most = max(1, min(max_tokens, MAX_TOKENS, MAX_PAIRS // shape.top_k))
     least = _FEWEST_STAGES * _most_stage_bytes(layout)
-    for tokens in range(most, 0, -1):
-        fixed = _smem_bytes(layout, team, parts, tokens)
-        ring = (smem_limit_bytes - fixed) // 128 * 128
+    for tokens, producers in itertools.product(range(most, 0, -1), range(_MOST_PRODUCERS, 0, -1)):
+        fixed = _smem_bytes(layout, team, parts, tokens, producers)
+        ring = (smem_limit_bytes - fixed) // producers // 128 * 128
         if ring >= least:
-            values = layer_values(layout, tokens, 0) | {"TEAM": team, "PARTS": parts, "RING_BYTES": ring}
+            values = layer_values(layout, tokens, 0)
+            values |= {
+                "TEAM": team,
+                "PARTS": parts,
+                "PRODUCERS": producers,
+                "DEPTH": _depth(layout, team, parts, producers),
+                "RING_BYTES": ring,
+            }
             del values["FORM"], values["INTERLEAVE"]
             return FusedPlan.of(
                 SOURCE,
                 layout,
                 tokens,
                 values,
-                threads=32 * (_COMPUTE + 1 + _FINISHERS),
+                threads=32 * (_COMPUTE + producers + _FINISHERS),
                 most_first_claim=_FIRST_CLAIM,
-                smem_bytes=ring + fixed,
+                smem_bytes=producers * ring + fixed,
             )
     raise ShapeError(
         expected=f"at most {smem_limit_bytes} bytes of shared memory for a block of the kernel for residual records",
-        found=f"{_smem_bytes(layout, team, parts, 1) + least} for one token",
+        found=f"{_smem_bytes(layout, team, parts, 1, producers=1) + least} for one token",
         mend="decode the records to BF16 instead",
     )
 
 
+def _stages(columns: int) -> int:
+    """Blocks of a record that a tile of so many columns has."""
+    return -(-columns // (_BLOCK_UNITS * 128))
+
+
 def _tile_stages(layout: SlotLayout) -> int:
     """Blocks of a record that the longest tile has."""
-    widest = max(layout.shape.hidden_size, layout.shape.moe_intermediate_size)
-    return -(-widest // (_BLOCK_UNITS * 128))
+    return _stages(max(layout.shape.hidden_size, layout.shape.moe_intermediate_size))
+
+
+def _groups(members: int) -> int:
+    """Groups of compute warps when a tile's sums have so many members."""
+    return _COMPUTE // (8 if members > 4 else 4)
+
+
+def _depth(layout: SlotLayout, team: int, parts: int, producers: int) -> int:
+    """Places for stages: a group that waits for its next one knows that the last one in the same place has come."""
+    first = _groups(team) // producers * _stages(layout.shape.hidden_size)
+    second = _groups(parts) // producers * _stages(layout.shape.moe_intermediate_size)
+    return max(_LEAST_DEPTH, 1 << (max(first + second, 2 * second) - 1).bit_length())
 
 
 def _most_stage_bytes(layout: SlotLayout) -> int:
@@ -85,11 +111,10 @@ def _most_stage_bytes(layout: SlotLayout) -> int:
     return _BLOCK_UNITS * unit_bytes + _TABLE_BYTES
 
 
-def _smem_bytes(layout: SlotLayout, team: int, parts: int, tokens: int) -> int:
-    """SHARED_BYTES of the source but for the ring, in the order of its offsets; the source asserts that it is."""
+def _smem_bytes(layout: SlotLayout, team: int, parts: int, tokens: int, producers: int) -> int:
+    """SHARED_BYTES of the source but for the rings, in the order of its offsets; the source asserts that it is."""
     shape, pairs = layout.shape, tokens * layout.shape.top_k
-    groups1, groups2 = (_COMPUTE // (8 if members > 4 else 4) for members in (team, parts))
-    slots, sums = (groups1 + groups2) * _DEPTH, groups1 * _RED_BUFFERS
+    slots, sums = producers * _depth(layout, team, parts, producers), _groups(team) * _RED_BUFFERS
     active = max_active(shape, pairs)
     lists = list_bytes(shape, tokens)
     return (
@@ -97,7 +122,7 @@ def _smem_bytes(layout: SlotLayout, team: int, parts: int, tokens: int) -> int:
         + sums * team * 512
         + parts * pairs * 64
         + slots * 16
-        + _LOOK * _tile_stages(layout) * 32
+        + producers * _LOOK * _tile_stages(layout) * 32
         + (2 * slots + 2 * sums) * 8
         + sums * 8
         + active * COLUMNS * 4

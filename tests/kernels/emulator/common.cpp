@@ -109,10 +109,11 @@ void barrier_expect_more(u32 barrier, u32 bytes) {
   if (b.pending == 0) simt::fail("bytes expected of a phase that may be over");
   b.bytes += bytes;
 }
-void barrier_arrive(u32 barrier) {
+void barrier_arrive(u32 barrier) { barrier_arrive_times(barrier, 1); }
+void barrier_arrive_times(u32 barrier, u32 n) {
   simt::Barrier& b = barrier_at(barrier);
-  if (b.pending < 1) simt::fail("more arrivals than an mbarrier expects");
-  b.pending--;
+  if (b.pending < (int)n) simt::fail("more arrivals than an mbarrier expects");
+  b.pending -= n;
   settle(b, *simt::lane().machine);
 }
 void barrier_arrive_expect(u32 barrier, u32 bytes) {

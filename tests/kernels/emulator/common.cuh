@@ -93,6 +93,7 @@ void barrier_init(u32 barrier, u32 arrivals);
 inline void barriers_ready() {}
 void barrier_expect_more(u32 barrier, u32 bytes);
 void barrier_arrive(u32 barrier);
+void barrier_arrive_times(u32 barrier, u32 n);
 void barrier_arrive_expect(u32 barrier, u32 bytes);
 void barrier_wait(u32 barrier, u32 phase);
 bool elect_lane();
