@@ -110,6 +110,7 @@ class ExpertCache:
         """
         with self._lock:
             self._check_open()
+            self._mover.poll()
             started = time.perf_counter()
             if self._residency.window.goes_on(upcoming):
                 self._mover.unwatched(self._plan_s)
