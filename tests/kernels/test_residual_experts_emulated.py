@@ -22,21 +22,25 @@ from tests.kernels.residual_cases import with_exceptions
 SMEM_BYTES = 232448  # of a block of an H200
 SHORT_BYTES = 101376  # a ring of two to three stages
 SHAPE = ExpertShape(3, 3, 1032, 392, Activation.clamped, True)  # 8 warps a tile, 4 parts of down, 1 unit too many
+TURNS = ExpertShape(5, 2, 400, 1160, Activation.silu, False)  # 4 warps a tile, 8 parts: groups in turn in phase 1
 FORM, TOKENS = WeightForm("int4", -1), 16
 
 
 class Both:
     """A layer for the BF16 kernel and as residual records, expert e's record in a slot of its own order."""
 
-    def __init__(self, folder: Path, smem_bytes: int = SMEM_BYTES, share: float = 1e-2) -> None:
+    def __init__(
+        self, folder: Path, smem_bytes: int = SMEM_BYTES, share: float = 1e-2, shape: ExpertShape = SHAPE
+    ) -> None:
         config, tokens = FusedConfig(), TOKENS
-        self.shape = SHAPE
-        experts = with_exceptions(ExactExperts.random(SHAPE, FORM, SHAPE.num_experts, seed=2), share, seed=4)
+        self.shape = shape
+        experts = with_exceptions(ExactExperts.random(shape, FORM, shape.num_experts, seed=2), share, seed=4)
         plain = plain_layout(experts.layout)
         chosen = fused_plan.plan(plain, tokens, config, smem_bytes)
         self.plain = emulated.build(plain, dict(chosen.source.defines), folder)
         chosen = residual_plan.plan(experts.layout, tokens, config, smem_bytes)
-        defines = dict(chosen.source.defines)
+        defines = self.defines = dict(chosen.source.defines)
+        self.max_tokens = chosen.max_tokens
         self.kernel = emulated.build(experts.layout, defines, folder, source="moe_residual.cu")
         assert self.kernel.library.shared_bytes() == chosen.smem_bytes
         self.exact, self.machine = experts.exact(), Machine(experts, folder)
@@ -44,7 +48,7 @@ class Both:
         self.slots = experts.slots(records)
         self.directory, faults = self.machine.admit(self.slots, [len(record) for record in records])
         assert not faults.any()
-        self.own = torch.arange(SHAPE.num_experts, dtype=torch.int32)
+        self.own = torch.arange(shape.num_experts, dtype=torch.int32)
 
     def batch(self, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """x [1, M, H], top_k_index and top_k_weights [1, M, k]."""
@@ -81,9 +85,21 @@ def test_has_the_bits_of_bf16_under_any_schedule(both: Both) -> None:
 
 def test_a_short_ring_is_used_again_only_when_it_was_read(folder: Path) -> None:
     both = Both(folder, SHORT_BYTES, share=0.2)  # more exceptions than a stage has room for
+    assert both.defines["PRODUCERS"] == 1
     batch = both.batch(3, seed=3)
     right = both.run_plain(*batch)
     assert torch.equal(both.run(*batch, seed=3, copies=emulated.LATE, resident=1), right)
+
+
+@pytest.mark.parametrize("smem_bytes", [SMEM_BYTES, SHORT_BYTES])
+def test_groups_that_take_turns_have_the_bits_of_bf16(folder: Path, smem_bytes: int) -> None:
+    both = Both(folder, smem_bytes, shape=TURNS)
+    assert [both.defines[name] for name in ("TEAM", "PARTS")] == [4, 8]
+    for tokens in (1, min(7, both.max_tokens)):
+        batch = both.batch(tokens, seed=tokens)
+        right = both.run_plain(*batch)
+        for copies, grid in ((emulated.RANDOM, 3), (emulated.LATE, 1)):
+            assert torch.equal(both.run(*batch, seed=tokens, copies=copies, grid=grid, resident=1), right)
 
 
 def test_passes_end_with_the_bits_of_one_call(both: Both) -> None:
