@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container
+from collections import deque
+from collections.abc import Collection
 from heapq import heapify, heappop, heappush
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import NamedTuple
 
 from runtime.memory.eviction import EvictionPolicy
@@ -35,7 +36,7 @@ def schedule(
     on_their_way: Collection[ExpertKey],
     num_free: int,
     policy: EvictionPolicy,
-    elsewhere: Container[ExpertKey] = (),
+    elsewhere: Collection[ExpertKey] = (),
 ) -> list[Fetch]:
     """The fetches of the window, soonest need first.
 
@@ -57,29 +58,33 @@ def schedule(
         elsewhere: what is not needed from here, as whoever would ask for it has it; what of it is in slots counts in
             num_free.
     """
-    steps, announced = window.fetch_steps, window.next_use
-    present = {key for step in steps for key in step.keys if key in slots or key in on_their_way or key in elsewhere}
-    if all(present.issuperset(step.keys) for step in steps):
+    steps, announced, wanted, limit = window.fetch_steps, window.next_use, window.fetch, MOST_FETCHES
+    present = {*slots, *on_their_way, *elsewhere}
+    misses: dict[ExpertKey, int] = {}
+    for start, keys, _ in steps:
+        for position, key in [(position, key) for position, key in enumerate(keys, start) if key not in present]:
+            misses.setdefault(key, position)
+        if len(misses) >= limit and len(wanted & misses.keys()) >= limit:
+            break
+    if not misses:
         return []
+    residents = (other for other in chain(slots, on_their_way) if other not in announced and other not in elsewhere)
+    unneeded: list[ExpertKey] | None = None
     if policy.takes_first:
-        misses: dict[ExpertKey, int] = {}
-        for start, keys, _ in steps:
-            for position, key in enumerate(keys, start):
-                if key not in present:
-                    misses.setdefault(key, position)
         count = max(len(misses) - num_free, 0)
-        unneeded = (other for other in chain(slots, on_their_way) if other not in announced and other not in elsewhere)
-        victims = [None] * num_free + list(islice(unneeded, count))
-        if len(victims) >= len(misses):
+        unneeded = list(islice(residents, count))
+        if len(unneeded) == count:
+            victims = chain(repeat(None, num_free), unneeded)
             found = zip(misses.items(), victims, strict=False)
-            return [Fetch(key, position, victim) for (key, position), victim in found if key in window.fetch]
+            return [Fetch(key, position, victim) for (key, position), victim in found if key in wanted][:limit]
     idle: dict[ExpertKey, None] = {}  # used up in the play; once there is no free slot, all that are not needed
-    ranked: list[tuple[float, int, ExpertKey]] = []  # those of idle, made when there is no free slot
+    order: deque[ExpertKey] = deque()  # of these the first to go first, where that is the policy's rule
+    ranked: list[tuple[float, int, ExpertKey]] = []  # where not, those of idle, made when there is no free slot
     last = 0
     used: dict[ExpertKey, int] = {}  # by the play, up to the end of which step
     next_use: dict[ExpertKey, int] = {}  # of what is there, and furthest: made when nothing idle is left
     furthest: list[tuple[int, ExpertKey]] | None = None
-    uses, use_from, wanted = window.uses, window.use_from, window.fetch
+    uses, use_from = window.uses, window.use_from
     looked = False
     fetches: list[Fetch] = []
     missed: set[ExpertKey] = set()
@@ -91,21 +96,23 @@ def schedule(
                 victim, needed = None, None
                 if not num_free and not looked:
                     looked = True
-                    residents = (other for other in chain(slots, on_their_way) if other not in elsewhere)
-                    idle = dict.fromkeys(other for other in residents if other not in announced) | idle
-                    ranked = [(policy.worth(other), last, other) for last, other in enumerate(idle)]
-                    heapify(ranked)
-                    last = len(ranked)
+                    idle = dict.fromkeys(residents if unneeded is None else unneeded) | idle
+                    if policy.takes_first:
+                        order.extend(idle)
+                    else:
+                        ranked = [(policy.worth(other), last, other) for last, other in enumerate(idle)]
+                        heapify(ranked)
+                        last = len(ranked)
                 if num_free:
                     num_free -= 1
                 elif idle:
-                    victim = heappop(ranked)[-1]
+                    victim = order.popleft() if policy.takes_first else heappop(ranked)[-1]
                     del idle[victim]
                 else:
                     if furthest is None:
-                        residents = (other for other in chain(slots, on_their_way) if other not in elsewhere)
-                        unused = (other for other in residents if other not in used)
-                        next_use = {other: announced[other] for other in unused if other in announced}
+                        there = (other for other in chain(slots, on_their_way) if other not in elsewhere)
+                        unused = (other for other in there if other in announced and other not in used)
+                        next_use = {other: announced[other] for other in unused}
                         again = ((other, use_from(other, end)) for other, end in used.items())
                         next_use |= {other: later for other, later in again if later is not None}
                         furthest = [(-later, other) for other, later in next_use.items()]
@@ -121,7 +128,7 @@ def schedule(
                 # What the same step needs stays: to fetch into its place would trade one wait for another.
                 if key not in missed and key in wanted and (needed is None or needed >= step_end):
                     fetches.append(Fetch(key, position, victim))
-                    if len(fetches) == MOST_FETCHES:
+                    if len(fetches) == limit:
                         return fetches
                 missed.add(key)
                 present.add(key)
@@ -129,8 +136,11 @@ def schedule(
             if uses[key][-1] < step_end:
                 next_use.pop(key, None)
                 if looked and key not in idle:
-                    heappush(ranked, (policy.worth(key), last, key))
-                    last += 1
+                    if policy.takes_first:
+                        order.append(key)
+                    else:
+                        heappush(ranked, (policy.worth(key), last, key))
+                        last += 1
                 idle[key] = None
             elif furthest is not None:
                 later = use_from(key, step_end)
