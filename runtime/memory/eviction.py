@@ -165,9 +165,9 @@ class LookaheadPolicy(LruPolicy):
 
     def victim(self, candidates: Iterable[ExpertKey], next_use: Mapping[ExpertKey, int]) -> ExpertKey | None:
         """The first candidate beyond the window, else the one whose next use is last."""
-        furthest, chosen = -1, None
+        furthest, chosen, position_of = -1, None, next_use.get
         for key in candidates:
-            position = next_use.get(key)
+            position = position_of(key)
             if position is None:
                 return key
             if position > furthest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from typing import Protocol
 
 from runtime.memory.eviction import EvictionPolicy
@@ -62,7 +62,7 @@ class Residency:
     def claim(self) -> int | None:
         """A slot for a demand, of any unpinned expert that the policy picks; None while there is none."""
         slot = self.claim_free()
-        return self._evict_one(lambda key: key not in self.pins) if slot is None else slot
+        return self._evict_one() if slot is None else slot
 
     def claim_free(self) -> int | None:
         """A slot that holds nothing, or nothing that is not elsewhere too.
@@ -94,8 +94,7 @@ class Residency:
 
     def claim_spare(self) -> int | None:
         """The slot of an expert that the window does not need; None where it needs all."""
-        next_use = self.window.next_use
-        return self._evict_one(lambda key: key not in self.pins and key not in next_use)
+        return self._evict_one(needed=self.window.next_use)
 
     def may_give_way(self, key: ExpertKey, fetch: Fetch) -> bool:
         """Whether a resident expert is unpinned and not needed up to the newcomer's use, or elsewhere too."""
@@ -178,14 +177,15 @@ class Residency:
             else:
                 del self.pins[key]
 
-    def _evict_one(self, may_go: Callable[[ExpertKey], bool]) -> int | None:
-        """The slot of the one that the policy picks; None while none of them can be had."""
-        in_use: set[ExpertKey] = set()
+    def _evict_one(self, needed: Container[ExpertKey] = ()) -> int | None:
+        """The slot of the one that the policy picks among those unpinned and not needed; None while there is none."""
+        pins, in_use = self.pins, set[ExpertKey]()
         while True:
             if self._ranking is not None:
-                victim = self._ranking.first(lambda key: may_go(key) and key not in in_use)
+                victim = self._ranking.first(lambda key: not (key in pins or key in needed or key in in_use))
             else:
-                candidates = (key for key in self.slots if may_go(key) and key not in in_use)
+                free = (key for key in self.slots if key not in pins and key not in needed)
+                candidates = (key for key in free if key not in in_use) if in_use else free
                 victim = self._policy.victim(candidates, self.window.next_use)
             if victim is None or (slot := self._evict(victim)) is not None:
                 return None if victim is None else slot
