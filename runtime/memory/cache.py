@@ -181,6 +181,7 @@ class ExpertCache:
         """Whoever reads from this cache is about to lose a record: it counts as any other again, and is kept if it can.
 
         It waits for no slot: a record that is not here comes to an empty one, or to that of one that was passed on.
+        Whoever waits for it already, and whose read has not begun, gets this one.
 
         Args:
             key: of the record.
@@ -196,7 +197,7 @@ class ExpertCache:
             self._residency.call_back(key)
             if key in self._residency.slots or key in self._queue.in_flight:
                 return True
-            if self._queue.closed or key in self._queue.demands:
+            if self._queue.closed:
                 return False
             transfer = self._queue.take_back(key)
             if transfer is None:

@@ -142,7 +142,9 @@ class TransferQueue:
         slot = self._residency.claim_free()
         if slot is None:
             return None
-        transfer = self.in_flight[key] = Transfer(key, slot, "return", read_s=0.0)  # never on the link
+        awaited = key in self.demands
+        transfer = self.in_flight[key] = Transfer(key, slot, "return", awaited, read_s=0.0)  # never on the link
+        self.demands.pop(key, None)
         return transfer
 
     def leave_link(self, transfer: Transfer) -> float:

@@ -239,6 +239,30 @@ def test_a_slot_that_was_half_overwritten_gives_nothing_back() -> None:
         both.ask([first])
 
 
+def test_what_is_asked_for_while_it_comes_back_is_not_read_again() -> None:
+    wanted, other, busy = KEYS[0], KEYS[1], KEYS[2 : 2 + DISK_READS]
+    gate = threading.Event()
+    with tiers(1, 2 + DISK_READS) as both:
+        host, disk = both.host.cache, both.disk
+        disk.before = lambda key: gate.wait(10) and None
+        with host.hold(busy) as first, host.hold([wanted, other]) as second:  # no reader is left for the second
+            settle(host, lambda: len(host._queue.in_flight) == DISK_READS)
+
+            def fill(slot: int) -> int:
+                both.host._pool.buffer(slot)[:PAGE_BYTES] = content(wanted) * (PAGE_BYTES // 2)
+                return PAGE_BYTES
+
+            assert host.take_back(wanted, fill) and wanted in second.here()
+            gate.set()
+            first.wait()
+            slots = second.wait()
+            for key in (wanted, other):
+                record = both.host._pool.tensor(slots[key])
+                assert record[:2].tolist() == record[-2:].tolist() == list(content(key))
+        assert sorted(disk.order) == sorted([other, *busy])
+        assert host.stats.returned == 1 and not host._residency.pins
+
+
 def test_after_the_end_nothing_is_taken_back() -> None:
     with tiers(1, 2) as both:
         both.ask(KEYS[:1])
