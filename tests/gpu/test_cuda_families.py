@@ -1,0 +1,52 @@
+"""Every family on a GPU: its passes can be recorded, and its text does not depend on the memory (H12)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.artifacts.pack import Pack
+from runtime.config import RunSettings
+from runtime.decode.sampling import SamplingSettings
+from runtime.engine import Request
+from runtime.gpu.engine import GpuEngine
+from runtime.gpu.parts import Toolkit, load_pack
+from runtime.gpu.plan import plan_gpu
+from tests.decode.packs import build, prompt_of
+from tests.gpu.test_recordable import LONGROPE
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.timeout(300),
+]
+
+FAMILIES = ("mixtral", "olmoe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "granitemoe", "minimax_m2")
+CONTEXT, COUNT = 64, 24
+CASES: dict[str, Callable[[Path], Pack]] = {
+    **{kind: lambda folder, kind=kind: build(folder, kind, torch.bfloat16) for kind in (*FAMILIES, "phimoe")},
+    "phimoe as published": lambda folder: build(folder, "phimoe", torch.bfloat16, rope_parameters=LONGROPE),
+}
+
+
+def text(pack: Pack, slots: int | None = None, graphs: bool = True, **changes: Any) -> list[int]:
+    size = "100%" if slots is None else str(slots * pack.target_slot_bytes)
+    settings = RunSettings(expert_cache_size=size, context=CONTEXT, **changes)
+    plan, toolkit = plan_gpu(pack, settings), Toolkit.cuda(settings, graphs)
+    with GpuEngine(load_pack(pack, settings, plan, toolkit), settings, plan, toolkit) as engine:
+        return list(engine.generate(Request(prompt_of(20), COUNT, frozenset(), SamplingSettings())))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_text_is_the_same_in_any_memory(name: str, tmp_path: Path) -> None:
+    pack = CASES[name](tmp_path)
+    alone = text(pack, speculate=False)
+    assert len(alone) == COUNT
+    assert text(pack, graphs=False, speculate=False) == alone
+    assert text(pack, prefetch_window=6, verify_window=4, governor="fixed") == alone
+    for slots in (pack.spec.num_records // 2, 3):
+        assert text(pack, slots=slots, prefetch_window=6, verify_window=4, governor="fixed") == alone
