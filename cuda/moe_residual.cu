@@ -39,7 +39,6 @@
 #ifndef DEPTH
 #define DEPTH 16       // places for notes and barriers of a producer's stages: a power of two
 #endif
-#define MOST_OUT (DEPTH < 32 ? DEPTH : 32)    // of a producer's stages under way: a lane has one
 #define COMPUTE 16
 #define FINISHERS 2
 #define LOOK 2         // tiles of a producer whose directory is read ahead of their copies
@@ -86,10 +85,14 @@
 static_assert(FORM == INT4 && RING_BYTES % 16 == 0 && RING_BYTES >= MOST_STAGE_BYTES, "any stage fits");
 static_assert(TEAM <= 8 && PARTS <= 8 && TEAM <= UNITS1 && PARTS <= UNITS2 && GROUPS1 % FINISHERS == 0 && FINISHERS % PRODUCERS == 0, "members");
 static_assert(MOST_STAGES <= 16, "a lane has one entry");
-// While a group waits for a stage, the last one of the same place has come: it is not behind the one that the group had before
+// Copies arrive in any order, and a barrier tells only the last two stages of its place apart: when a group waits for a stage, the one before it in
+// the same place must have come, whosever it is. It has been given back: what the group had before is at most AHEAD stages behind, and the
+// producer took that only when fewer than MOST_OUT were out.
 #define TURNS1 (GROUPS1 / PRODUCERS)
 #define TURNS2 (GROUPS2 / PRODUCERS)
-static_assert((DEPTH & (DEPTH - 1)) == 0 && TURNS1 * STAGES1 + TURNS2 * STAGES2 <= DEPTH && 2 * TURNS2 * STAGES2 <= DEPTH, "places");
+#define AHEAD ((TURNS1 - 1) * STAGES1 + (TURNS2 - 1) * STAGES2 + 1)       // reached where phase 2 begins; all groups meet after each 16 rows
+#define MOST_OUT (DEPTH - AHEAD < 32 ? DEPTH - AHEAD : 32)     // of a producer's stages under way: a lane has one
+static_assert((DEPTH & (DEPTH - 1)) == 0 && MOST_OUT > 0, "places");
 static_assert(STAGE_UNITS % TEAM == 0 && STAGE_UNITS % PARTS == 0, "members take the same places of every stage");
 
 __device__ __forceinline__ u32* sources() { return (u32*)(smem + OFF_SOURCE); }

@@ -21,6 +21,7 @@ _FIRST_CLAIM = 3  # tiles
 _RED_BUFFERS = 2
 _LOOK = 2  # tiles of a producer whose directory is read ahead
 _LEAST_DEPTH = 16  # places for stages of a producer
+_FEWEST_OUT = 8  # stages that a producer may have under way
 _MOST_STAGES = 16  # of a tile
 _FEWEST_STAGES = 2  # of the largest size, in the ring
 
@@ -99,10 +100,10 @@ def _groups(members: int) -> int:
 
 
 def _depth(layout: SlotLayout, team: int, parts: int, producers: int) -> int:
-    """Places for stages: a group that waits for its next one knows that the last one in the same place has come."""
-    first = _groups(team) // producers * _stages(layout.shape.hidden_size)
-    second = _groups(parts) // producers * _stages(layout.shape.moe_intermediate_size)
-    return max(_LEAST_DEPTH, 1 << (max(first + second, 2 * second) - 1).bit_length())
+    """Places for stages: as many as may be under way, and as many as a group may be ahead of what it had."""
+    first = (_groups(team) // producers - 1) * _stages(layout.shape.hidden_size)
+    second = (_groups(parts) // producers - 1) * _stages(layout.shape.moe_intermediate_size)
+    return max(_LEAST_DEPTH, 1 << (_FEWEST_OUT + first + second).bit_length())
 
 
 def _most_stage_bytes(layout: SlotLayout) -> int:
