@@ -12,7 +12,7 @@ class CacheStats:
     Attributes:
         hits: keys that were resident when asked for.
         late: keys that were on their way when asked for: by a prefetch, an earlier call or a return.
-        misses: all other keys asked for; each costs a demand read.
+        misses: all other keys asked for; each costs a demand read, unless its record is returned just then.
         demand_bytes, prefetch_bytes: bytes read from the store, by cause, padding included.
         demand_reads, prefetch_reads: records read, by cause.
         prefetched_used: prefetched records that a `stream` then asked for (late ones too).
