@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_AT_ONCE = 4096  # positions; what is between frequencies and tables takes several times their memory
 
 Tables = Tensor | tuple[Tensor, ...]
 
@@ -33,7 +35,14 @@ def install(model: Any, capacity: int, device: torch.device) -> None:
         rotary.forward = plain.__get__(rotary)
         return
     x = torch.empty(1, 1, model.config.hidden_size, dtype=model.dtype, device=device)
-    rotary.forward = _lookup(plain(rotary, x, torch.arange(capacity, device=device)[None]))
+    places = torch.arange(capacity, device=device)[None]
+    rotary.forward = _lookup(_joined([plain(rotary, x, some) for some in torch.split(places, _AT_ONCE, dim=1)]))
+
+
+def _joined(parts: Sequence[Tables]) -> Tables:
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts, dim=1)  # type: ignore[arg-type]
+    return tuple(torch.cat(same, dim=1) for same in zip(*parts, strict=True))
 
 
 def _lookup(tables: Tables) -> Callable[[Tensor, Tensor], Tables]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.artifacts.checkpoint import Checkpoint
+from runtime.gpu import rotary
 from runtime.gpu.model import DeviceModel
 from runtime.kernels.rows_reference import TorchRows
 from runtime.model import loader
@@ -88,7 +89,8 @@ def test_what_cannot_be_recorded_is_seen() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
-def test_positions_are_the_librarys_one_by_one(name: str, tmp_path: Path) -> None:
+def test_positions_are_the_librarys_one_by_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotary, "_AT_ONCE", 24)
     kind, changes = CASES[name]
     model = open_model(kind, tmp_path / "model", changes)
     own = loader.build(tmp_path / "model", torch.bfloat16, model.spec, "sdpa").model.rotary_emb
