@@ -33,6 +33,7 @@ from runtime.model.kv import bytes_per_token
 _SLOT_SHARE = 0.9  # of what the other parts leave, where no size is asked for
 _HOST_SHARE = 0.8  # of the host's memory, likewise
 _MASK_BYTES = 6  # of a key for a row: as a byte, twice, and as the BF16 numbers that are added, twice
+_ROTARY_BYTES = 4  # cosine and sine, or a complex number for two, of a rotated dimension
 _LIBRARY_BYTES = 400_000_000  # libraries' work space, recorded passes, fragments of the allocator; measured on an H200
 
 
@@ -198,15 +199,17 @@ def workspace_bytes(spec: MoeSpec, config: dict[str, Any], context_tokens: int, 
 
 
 def _attention_bytes(config: dict[str, Any], block: int, context_tokens: int) -> int:
-    """What a layer's attention makes of the whole context for a block of a prompt that does not begin it."""
+    """Tables of rotary positions, and what a layer makes of the whole context for a later block of a prompt."""
     masks = block * context_tokens * _MASK_BYTES if context_tokens > block else 0
     heads = int(config["num_attention_heads"])
     if config.get("kv_lora_rank"):  # keys and values are kept compressed
         plain, rotated, value = (int(config[f"{name}_head_dim"]) for name in ("qk_nope", "qk_rope", "v"))
-        return masks + 2 * context_tokens * heads * (2 * plain + rotated + 2 * value)
+        tables = context_tokens * rotated * _ROTARY_BYTES
+        return masks + tables + 2 * context_tokens * heads * (2 * plain + rotated + 2 * value)
     repeated = heads > int(config.get("num_key_value_heads") or heads)
     head_size = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
-    return masks + (4 * context_tokens * heads * head_size if repeated else 0)
+    tables = context_tokens * head_size * _ROTARY_BYTES
+    return masks + tables + (4 * context_tokens * heads * head_size if repeated else 0)
 
 
 def _host_slots(size: str | None, num_records: int, slot_bytes: int, available_bytes: int) -> int:
