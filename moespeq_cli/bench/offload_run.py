@@ -122,6 +122,7 @@ def decode_built(
     """
     from moespeq_cli.bench import offload
     from moespeq_cli.bench.environment import gpu_environment
+    from moespeq_cli.bench.link import copy_bytes_per_s
     from moespeq_cli.bench.synthetic.models import make_config
     from moespeq_cli.bench.synthetic.parts import build_encodings
     from runtime.gpu.parts import Toolkit
@@ -150,6 +151,7 @@ def decode_built(
         "dense_bytes": sweep.model.dense_bytes,
         "residual": sweep.records(),
         "built_s": built_s,
+        "link_bytes_per_s": copy_bytes_per_s(tools.accelerator),
         "settings": dataclasses.asdict(settings),
     }
     try:
@@ -228,6 +230,9 @@ class _Measuring:
 
         def done(row: dict[str, Any]) -> None:
             rows.append(row)
+            if row.get("bytes_per_token") is not None:
+                moved = row["bytes_per_token"] / self._result["link_bytes_per_s"]
+                row["link_share"] = 1e3 * moved / row["ms_per_token"]
             if row.get("acceptance") is not None and "draft" not in self._result:
                 alike = {"experts_alike": row["routing_agreement"], "greedy_alike": row["acceptance"]}
                 self._result["draft"] = {"mode": row["mode"], "memory": row["memory"]} | alike

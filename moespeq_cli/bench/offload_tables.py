@@ -13,7 +13,7 @@ def ways(rows: Sequence[dict[str, Any]]) -> str:
     """Ways of decoding."""
     head = (
         "memory", "mode", "ms a token (spread)", "GB a token", "clairvoyant, row by row", "hits", "accepted a round",
-        "draft / verify / waiting, ms a token", "link busy, while something is missing", "link, GB/s",
+        "draft / verify / waiting, ms a token", "link busy, while something is missing, by bytes", "link, GB/s",
         "tensors / in all / plan, GB",
     )  # fmt: skip
     lines = [
@@ -26,7 +26,9 @@ def ways(rows: Sequence[dict[str, Any]]) -> str:
             percent(row["hit_rate"]),
             "-" if not row["acceptance"] else number(row["accepted_per_round"]),
             " / ".join(number(row[f"{part}_ms_per_token"]) for part in ("draft", "verify", "wait")),
-            f"{percent(row['link_utilisation'])}, {percent(row['link_utilisation_while_missing'])}",
+            ", ".join(
+                percent(row.get(f"link_{part}")) for part in ("utilisation", "utilisation_while_missing", "share")
+            ),
             number(row["link_gb_per_s"], 1),
             " / ".join(number(row[f"{kind}_bytes"] / 1e9, 1) for kind in ("peak", "taken", "planned")),
         )

@@ -80,6 +80,8 @@ def test_other_families_give_one_text_in_every_way(geometry: str, monkeypatch: p
     assert result["first_token"][0]["read_bytes"] > 0
     for row in result["modes"]:
         assert row["planned_bytes"] < DEVICE_BYTES
+        seconds = row["bytes_per_token"] / result["link_bytes_per_s"]
+        assert row["link_share"] == pytest.approx(1e3 * seconds / row["ms_per_token"])
 
 
 def test_residual_records_go_through_the_same_parts(tmp_path: Path) -> None:
