@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection
 from heapq import heapify, heappop, heappush
 from itertools import chain, islice, repeat
@@ -68,18 +67,17 @@ def schedule(
             break
     if not misses:
         return []
-    residents = (other for other in chain(slots, on_their_way) if other not in announced and other not in elsewhere)
+    spare = (other for other in chain(slots, on_their_way) if other not in announced and other not in elsewhere)
     unneeded: list[ExpertKey] | None = None
     if policy.takes_first:
         count = max(len(misses) - num_free, 0)
-        unneeded = list(islice(residents, count))
+        unneeded = list(islice(spare, count))  # all there are, if fewer
         if len(unneeded) == count:
             victims = chain(repeat(None, num_free), unneeded)
             found = zip(misses.items(), victims, strict=False)
             return [Fetch(key, position, victim) for (key, position), victim in found if key in wanted][:limit]
     idle: dict[ExpertKey, None] = {}  # used up in the play; once there is no free slot, all that are not needed
-    order: deque[ExpertKey] = deque()  # of these the first to go first, where that is the policy's rule
-    ranked: list[tuple[float, int, ExpertKey]] = []  # where not, those of idle, made when there is no free slot
+    ranked: list[tuple[float, int, ExpertKey]] = []  # those of idle, made when there is no free slot
     last = 0
     used: dict[ExpertKey, int] = {}  # by the play, up to the end of which step
     next_use: dict[ExpertKey, int] = {}  # of what is there, and furthest: made when nothing idle is left
@@ -96,17 +94,14 @@ def schedule(
                 victim, needed = None, None
                 if not num_free and not looked:
                     looked = True
-                    idle = dict.fromkeys(residents if unneeded is None else unneeded) | idle
-                    if policy.takes_first:
-                        order.extend(idle)
-                    else:
-                        ranked = [(policy.worth(other), last, other) for last, other in enumerate(idle)]
-                        heapify(ranked)
-                        last = len(ranked)
+                    idle = dict.fromkeys(spare if unneeded is None else unneeded) | idle
+                    ranked = [(policy.worth(other), last, other) for last, other in enumerate(idle)]
+                    heapify(ranked)
+                    last = len(ranked)
                 if num_free:
                     num_free -= 1
                 elif idle:
-                    victim = order.popleft() if policy.takes_first else heappop(ranked)[-1]
+                    victim = heappop(ranked)[-1]
                     del idle[victim]
                 else:
                     if furthest is None:
@@ -136,11 +131,8 @@ def schedule(
             if uses[key][-1] < step_end:
                 next_use.pop(key, None)
                 if looked and key not in idle:
-                    if policy.takes_first:
-                        order.append(key)
-                    else:
-                        heappush(ranked, (policy.worth(key), last, key))
-                        last += 1
+                    heappush(ranked, (policy.worth(key), last, key))
+                    last += 1
                 idle[key] = None
             elif furthest is not None:
                 later = use_from(key, step_end)
