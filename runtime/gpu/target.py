@@ -270,8 +270,6 @@ class RowsTarget:
                 board.refresh(fresh)
             run(None)
             end = self._accelerator.mark()
-            if self._accelerator.meanwhile is not None:
-                self._accelerator.meanwhile()
             begun()
             for place, layer_id in enumerate(self._layers):
                 self._wait_until(partial(board.has_told, place), end)
