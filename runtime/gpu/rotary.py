@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,21 +35,13 @@ def install(model: Any, capacity: int, device: torch.device) -> None:
         return
     x = torch.empty(1, 1, model.config.hidden_size, dtype=model.dtype, device=device)
     places = torch.arange(capacity, device=device)[None]
-    rotary.forward = _lookup(_joined([plain(rotary, x, some) for some in torch.split(places, _AT_ONCE, dim=1)]))
-
-
-def _joined(parts: Sequence[Tables]) -> Tables:
-    if isinstance(parts[0], Tensor):
-        return torch.cat(parts, dim=1)  # type: ignore[arg-type]
-    return tuple(torch.cat(same, dim=1) for same in zip(*parts, strict=True))
-
-
-def _lookup(tables: Tables) -> Callable[[Tensor, Tensor], Tables]:
-    """The library's call: entries [1, rows, ...] of `position_ids`, int64 [1, rows]."""
+    parts: list[Tables] = [plain(rotary, x, some) for some in torch.split(places, _AT_ONCE, dim=1)]
+    single = isinstance(parts[0], Tensor)
+    tables = [torch.cat(same, dim=1) for same in zip(*((part,) if single else part for part in parts), strict=True)]
 
     def forward(x: Tensor, position_ids: Tensor) -> Tables:
-        if isinstance(tables, Tensor):
-            return tables[:, position_ids[0]]
-        return tuple(table[:, position_ids[0]] for table in tables)
+        """The library's call: entries [1, rows, ...] of `position_ids`, int64 [1, rows]."""
+        found = tuple(table[:, position_ids[0]] for table in tables)
+        return found[0] if single else found
 
-    return forward
+    rotary.forward = forward
