@@ -210,7 +210,7 @@ __device__ __forceinline__ void barrier_expect_more(u32 barrier, u32 bytes) {   
 __device__ __forceinline__ void barrier_arrive_expect(u32 barrier, u32 bytes) {   // both at once
   asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(barrier), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive_times(u32 barrier, u32 n) {
+__device__ __forceinline__ void barrier_arrive_times(u32 barrier, u32 n) {   // n arrivals at once
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0], %1; }" ::"r"(barrier), "r"(n) : "memory");
 }
 __device__ __forceinline__ bool elect_lane() {   // true in one lane; all lanes of the warp must ask

@@ -181,6 +181,8 @@ template <class AFTER> __device__ __forceinline__ void multiply_codes(u32 unit, 
   }
 }
 
+// How many of first, first + STEP, ... are below count
+template <int STEP> __device__ __forceinline__ int share_of(int count, int first) { return count > first ? (count - first - 1) / STEP + 1 : 0; }
 __device__ __forceinline__ void add4(float* a, const float* b) { a[0] += b[0], a[1] += b[1], a[2] += b[2], a[3] += b[3]; }
 
 // Applies the activation to a tile's sums (gate rows r, up rows r + 8) and stores h

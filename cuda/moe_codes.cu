@@ -136,8 +136,6 @@ __device__ __forceinline__ void await_h(u32* r, const u16* at, int k) {
 }
 
 #if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ int entries_of(int num_active, int team) { return num_active > team ? (num_active - team - 1) / TEAMS + 1 : 0; }
-
 __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 shared, u32 parity) {
   const int team = me.warp - PRODUCER;
   const u32 full = shared + OFF_BARRIER + team * STAGES * 8, empty = full + RINGS * 8, ring = shared + team * STAGES * STAGE_BYTES;
@@ -184,7 +182,7 @@ __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 sh
     batch = 0;
   }
   if (blockIdx.x >= TILES2 || team >= num_active) stage(-1, 0, [](u32, u32) {});   // no rows or entries: only that the tiles are over
-  const int units = entries_of(num_active, team) * UNITS2;
+  const int units = share_of<TEAMS>(num_active, team) * UNITS2;
 #pragma unroll 1
   for (int rt = blockIdx.x; rt < TILES2; rt += gridDim.x) {
     int entry = team, unit = 0;
@@ -307,7 +305,7 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
     barrier_arrive(red_full + buffer * 8);
   }
   // ---- phase 2: the first stage is there already. The units of the team's entries, one after the other, go to its members in turn.
-  const int units = entries_of(num_active, team) * UNITS2;
+  const int units = share_of<TEAMS>(num_active, team) * UNITS2;
   u32 hb[2][B_REGS];                                              // tokens of this unit, and those of the next one under way
   const u8* h = (const u8*)(args.h + (u64)parity * MAX_PAIRS * INTER + k0);
   const u8* from = h;                                             // where the coming ones are

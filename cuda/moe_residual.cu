@@ -68,7 +68,7 @@
 #define SLOTS (PRODUCERS * DEPTH)
 #define ARRIVALS (GROUP1 > GROUP2 ? GROUP1 : GROUP2)           // that give a stage back, whatever the phase
 #define SUMS (GROUPS1 * RED_BUFFERS)
-#define OFF_CHOICES (PRODUCERS * RING_BYTES)                                     // uint4 [256]
+#define OFF_CHOICES (PRODUCERS * RING_BYTES)                            // uint4 [256]
 #define OFF_RED (OFF_CHOICES + CHOICES_BYTES)                           // f32x4 [GROUPS1][RED_BUFFERS][TEAM][32]
 #define OFF_PART (OFF_RED + SUMS * TEAM * 512)                          // f32 [PARTS][MAX_PAIRS][16]
 #define OFF_NOTE (OFF_PART + PARTS * MAX_PAIRS * 64)                    // Note [PRODUCERS][DEPTH]
@@ -212,7 +212,7 @@ struct Jobs {
   int lane, number, num_active, tiles, claim, end, step, batch, row_tile, entry;
   u32 ahead;
   // A producer's part of the block's first claim, then batches that become smaller towards the end, each asked for when the one before is begun;
-// the entries of its groups in phase 2
+  // in phase 2 the entries of its groups
   __device__ __forceinline__ Job next() {
     if (entry < 0) {
       if (claim >= end && batch) claim = (int)(__shfl_sync(~0u, ahead, 0) & 0x7fffffffu), end = claim + batch, step = 1, batch = 0;
@@ -235,13 +235,29 @@ struct Jobs {
   }
 };
 
+// Where the stages of a producer have their barriers and notes: each at its number modulo DEPTH
+struct Stages {
+  u32 full, empty, notes;   // shared addresses
+  __device__ __forceinline__ Stages(u32 shared, int number) {
+    full = shared + OFF_BARRIER + number * DEPTH * 8, empty = full + SLOTS * 8, notes = shared + OFF_NOTE + number * DEPTH * 16;
+  }
+  __device__ __forceinline__ Note wait(u32 n) const {
+    barrier_wait(full + n % DEPTH * 8, n / DEPTH & 1);
+    return read_note(notes + n % DEPTH * 16);
+  }
+  template <int GROUP> __device__ __forceinline__ void leave(u32 n, int lane) const {
+    __syncwarp();
+    if (lane == 0) barrier_arrive_times(empty + n % DEPTH * 8, ARRIVALS / GROUP);
+  }
+};
+
 __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 shared, u32 parity) {
   const int number = me.warp - PRODUCER, num_active = count_active();
-  const u32 full = shared + OFF_BARRIER + number * DEPTH * 8, empty = full + SLOTS * 8, notes = shared + OFF_NOTE + number * DEPTH * 16;
+  const Stages stages(shared, number);
   const u32 ring = shared + number * RING_BYTES;
   // Stages that are out are those from tail to head; lane n % 32 knows where stage n begins
   u32 head = 0, tail = 0, write = 0, begin = 0;
-  auto reclaim = [&]() { barrier_wait(empty + tail % DEPTH * 8, tail / DEPTH & 1), tail++; };
+  auto reclaim = [&]() { barrier_wait(stages.empty + tail % DEPTH * 8, tail / DEPTH & 1), tail++; };
   auto reserve = [&](u32 bytes) {
     while (head - tail >= MOST_OUT) reclaim();
     while (true) {
@@ -289,8 +305,8 @@ __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 sh
       const u32 bytes = code_bytes + directory_bytes + record_bytes;
       reserve(bytes);
       if (elect_lane()) {
-        const u32 slot = head % DEPTH, place = ring + write, barrier = full + slot * 8;
-        sts128(notes + slot * 16, job.entry, job.tile, place, count | far << 16);
+        const u32 slot = head % DEPTH, place = ring + write, barrier = stages.full + slot * 8;
+        sts128(stages.notes + slot * 16, job.entry, job.tile, place, count | far << 16);
         barrier_arrive_expect(barrier, bytes);
         copy_bulk(place, codes + first * UNIT_BYTES, code_bytes, barrier);
         copy_bulk(place + code_bytes, directory + first * DIRECTORY_BYTES, directory_bytes, barrier);
@@ -317,8 +333,8 @@ __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 sh
       for (int i = 0; i < TURNS1 * STAGES1; i++) {   // a tile without weights for every group
         reserve(0);
         if (me.lane == 0) {
-          sts128(notes + head % DEPTH * 16, -1, tiles, 0, 0);
-          barrier_arrive(full + head % DEPTH * 8);
+          sts128(stages.notes + head % DEPTH * 16, -1, tiles, 0, 0);
+          barrier_arrive(stages.full + head % DEPTH * 8);
         }
         __syncwarp();
         head++;
@@ -356,22 +372,6 @@ __device__ __forceinline__ void finish(const Args& args, const Warp& me, u32 sha
     store_h(args, me.lane, note.x, note.y, sum, parity);
   }
 }
-
-// A group's way to the stages of producer `number`, by theirs
-struct Stages {
-  u32 full, empty, notes;   // shared addresses
-  __device__ __forceinline__ Stages(u32 shared, int number) {
-    full = shared + OFF_BARRIER + number * DEPTH * 8, empty = full + SLOTS * 8, notes = shared + OFF_NOTE + number * DEPTH * 16;
-  }
-  __device__ __forceinline__ Note wait(u32 n) const {
-    barrier_wait(full + n % DEPTH * 8, n / DEPTH & 1);
-    return read_note(notes + n % DEPTH * 16);
-  }
-  template <int GROUP> __device__ __forceinline__ void leave(u32 n, int lane) const {
-    __syncwarp();
-    if (lane == 0) barrier_arrive_times(empty + n % DEPTH * 8, ARRIVALS / GROUP);
-  }
-};
 
 __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 shared) {
   const int column = me.lane / 4, k0 = (me.lane % 4) * 8, number = me.warp / (COMPUTE / PRODUCERS);
@@ -443,11 +443,11 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
   // ---- phase 2: the first stage is there already
   const int group = me.warp / GROUP2, own = me.warp % GROUP2;
   const int turn = group % TURNS2, first_entry = turn * PRODUCERS + number;
-  const int entries = num_active > first_entry ? (num_active - first_entry - 1) / GROUPS2 + 1 : 0;
+  const int entries = share_of<GROUPS2>(num_active, first_entry);
   const bool works = own < PARTS && entries > 0;
   const u8* h = (const u8*)(args.h + (u64)parity * MAX_PAIRS * INTER);
   // Numbers of stages behind those of phase 1: of a row tile, and from one entry of the group to its next
-  const u32 row_stages = (num_active > number ? (num_active - number - 1) / PRODUCERS + 1 : 0) * STAGES2;
+  const u32 row_stages = share_of<PRODUCERS>(num_active, number) * STAGES2;
   u32 row = (tiles + TURNS1) * STAGES1;
   auto first_of = [&](int n) { return PARTS == GROUP2 ? (own + n + group) % GROUP2 : own; };   // the short part goes round the warps, and is another one in each group
   auto tokens_of = [&](int n) { return (const u16*)(h + sources()[(first_entry + n * GROUPS2) * COLUMNS + column]); };
