@@ -1,4 +1,4 @@
-"""A text out of an engine, with the logits behind it."""
+"""An engine on the GPU, and a text out of one with the logits behind it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
+from runtime.artifacts.pack import Pack
+from runtime.config import RunSettings
 from runtime.decode.sampling import SamplingSettings
 from runtime.engine import BaseEngine, Request
+from runtime.gpu.engine import GpuEngine
+from runtime.gpu.parts import Toolkit, load_pack
+from runtime.gpu.plan import plan_gpu
 
 Logits = dict[tuple[int, ...], Tensor]
 """By the whole text before them, the logits that the target last computed; rows after an unknown text are left out."""
@@ -35,3 +40,10 @@ def say(
     finally:
         engine.rows = inner  # type: ignore[method-assign]
     return text[len(prompt) :]
+
+
+def engine_on_gpu(pack: Pack, size: str, context: int, graphs: bool = True, **changes: Any) -> GpuEngine:
+    """With an expert cache of a size."""
+    settings = RunSettings(expert_cache_size=size, context=context, **changes)
+    plan, toolkit = plan_gpu(pack, settings), Toolkit.cuda(settings, graphs)
+    return GpuEngine(load_pack(pack, settings, plan, toolkit), settings, plan, toolkit)

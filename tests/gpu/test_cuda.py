@@ -10,14 +10,11 @@ import torch
 
 from moespeq_cli.bench.prompts import bench_prompts
 from runtime.artifacts.pack import Pack
-from runtime.config import RunSettings
 from runtime.decode.sampling import SamplingSettings
 from runtime.engine import Request
 from runtime.gpu.engine import GpuEngine
-from runtime.gpu.parts import Toolkit, load_pack
-from runtime.gpu.plan import plan_gpu
 from runtime.model.tokenizer import load_tokenizer
-from tests.gpu.runs import Logits, say
+from tests.gpu.runs import Logits, engine_on_gpu, say
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,9 +33,7 @@ def prompts(embedded: Pack) -> list[list[int]]:
 
 def engine_of(pack: Pack, slots: int | None = None, graphs: bool = True, **changes: Any) -> GpuEngine:
     size = "100%" if slots is None else str(slots * pack.target_slot_bytes)
-    settings = RunSettings(expert_cache_size=size, context=CONTEXT, **changes)
-    plan, toolkit = plan_gpu(pack, settings), Toolkit.cuda(settings, graphs)
-    return GpuEngine(load_pack(pack, settings, plan, toolkit), settings, plan, toolkit)
+    return engine_on_gpu(pack, size, CONTEXT, graphs, **changes)
 
 
 def texts(engine: GpuEngine, prompts: list[list[int]], most: int, each: int) -> list[list[int]]:

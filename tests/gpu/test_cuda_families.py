@@ -10,13 +10,10 @@ import pytest
 import torch
 
 from runtime.artifacts.pack import Pack
-from runtime.config import RunSettings
 from runtime.decode.sampling import SamplingSettings
 from runtime.engine import Request
-from runtime.gpu.engine import GpuEngine
-from runtime.gpu.parts import Toolkit, load_pack
-from runtime.gpu.plan import plan_gpu
 from tests.decode.packs import build, prompt_of
+from tests.gpu.runs import engine_on_gpu
 from tests.gpu.test_recordable import LONGROPE
 
 pytestmark = [
@@ -35,9 +32,7 @@ CASES: dict[str, Callable[[Path], Pack]] = {
 
 def text(pack: Pack, slots: int | None = None, graphs: bool = True, **changes: Any) -> list[int]:
     size = "100%" if slots is None else str(slots * pack.target_slot_bytes)
-    settings = RunSettings(expert_cache_size=size, context=CONTEXT, **changes)
-    plan, toolkit = plan_gpu(pack, settings), Toolkit.cuda(settings, graphs)
-    with GpuEngine(load_pack(pack, settings, plan, toolkit), settings, plan, toolkit) as engine:
+    with engine_on_gpu(pack, size, CONTEXT, graphs, **changes) as engine:
         return list(engine.generate(Request(prompt_of(20), COUNT, frozenset(), SamplingSettings())))
 
 

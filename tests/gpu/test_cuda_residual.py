@@ -13,15 +13,12 @@ from safetensors.torch import load_file, save_file
 from moespeq_cli.bench.prompts import bench_prompts
 from moespeq_cli.demo import checkpoint_path
 from runtime.artifacts.pack import Pack
-from runtime.config import RunSettings
 from runtime.decode.sampling import SamplingSettings
 from runtime.engine import Request
 from runtime.errors import ArtifactError
 from runtime.gpu.engine import GpuEngine
-from runtime.gpu.parts import Toolkit, load_pack
-from runtime.gpu.plan import plan_gpu
 from runtime.model.tokenizer import load_tokenizer
-from tests.gpu.runs import Logits, say
+from tests.gpu.runs import Logits, engine_on_gpu, say
 from tests.gpu.test_residual_run import corrupted, slot_bytes, used_experts
 from tests.pack.fixtures import make_pack, save_quantized
 
@@ -78,10 +75,9 @@ def prompts(packs: dict[str, Packs]) -> list[list[int]]:
 
 def engine_of(pack: Pack, slots: int | None = None, graphs: bool = True, **changes: Any) -> GpuEngine:
     size = "100%" if slots is None else str(slots * slot_bytes(pack))
-    settings = RunSettings(expert_cache_size=size, context=CONTEXT, **changes)
-    plan, toolkit = plan_gpu(pack, settings), Toolkit.cuda(settings, graphs)
-    assert slots is None or plan.num_slots == slots
-    return GpuEngine(load_pack(pack, settings, plan, toolkit), settings, plan, toolkit)
+    engine = engine_on_gpu(pack, size, CONTEXT, graphs, **changes)
+    assert slots is None or engine.plan.num_slots == slots
+    return engine
 
 
 def run_of(engine: GpuEngine, prompts: list[list[int]], count: int = 100) -> tuple[list[list[int]], Logits]:
