@@ -72,6 +72,13 @@ class Accelerator(Protocol):
     def active(self) -> AbstractContextManager[object]:
         """Everything queued inside goes to the run's stream."""
 
+    def catch_up(self) -> None:
+        """Wait for all that the device was ever given.
+
+        Between making tensors outside `active` and the first use inside: streams do not wait for each other, and on a
+        device that others keep busy a table would be filled after it was written.
+        """
+
     def host(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A zeroed tensor in this machine's memory that copies to and from the device may pass by."""
 
@@ -253,6 +260,10 @@ class Cuda:
     def active(self) -> AbstractContextManager[object]:
         """See `Accelerator`."""
         return torch.cuda.stream(self._stream)
+
+    def catch_up(self) -> None:
+        """See `Accelerator`."""
+        torch.cuda.synchronize(self.device)
 
     def host(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See `Accelerator`."""

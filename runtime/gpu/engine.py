@@ -78,6 +78,7 @@ class GpuEngine(BaseEngine):
             with shortage("device memory for the KV cache and work space", SMALLER):
                 self._experts = slot_experts(parts, plan, toolkit, max(ROWS, min(BLOCK_TOKENS, model.capacity)))
                 closing.callback(self._experts.release)
+                accelerator.catch_up()  # with the parts too, whoever made them
                 self._warm_up(shape)
             policy = make_policy(
                 settings.eviction, heat=parts.heat, alpha=settings.alpha, beta=settings.beta, gamma=settings.gamma
@@ -102,6 +103,7 @@ class GpuEngine(BaseEngine):
             self._rows = RowsTarget(exact)
             closing.callback(self._rows.close)  # first of all: what frees the device's memory may wait for a pass
             self._blocks = BlockTarget(exact)
+            accelerator.catch_up()
             self._host_stats = parts.tier.stats
             self._facts = {
                 "pack": parts.name,
@@ -161,8 +163,8 @@ class GpuEngine(BaseEngine):
         """Run every kernel once with nothing to do and reserve the KV cache, so that recording only records."""
         accelerator, parts = self._toolkit.accelerator, self._parts
         device, places = accelerator.device, range(len(parts.model.spec.moe_layers))
-        absent = torch.full((shape.num_experts,), -1, dtype=torch.int32, device=device)
         with accelerator.active():
+            absent = torch.full((shape.num_experts,), -1, dtype=torch.int32, device=device)
             self._experts.warm_up()
             pairs = torch.zeros(ROWS, shape.top_k, shape.hidden_size, dtype=torch.float32, device=device)
             for told in (None, pairs):

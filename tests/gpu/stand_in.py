@@ -141,6 +141,9 @@ class Processor:
     def active(self) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def catch_up(self) -> None:
+        pass
+
     def host(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.zeros(*sizes, dtype=dtype)
 

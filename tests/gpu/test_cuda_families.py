@@ -1,4 +1,5 @@
-"""Every family on a GPU: its passes can be recorded, and its text does not depend on the memory (H12)."""
+"""Every family on a GPU: its passes can be recorded, and its text does not depend on the memory or on who else computes
+there (H12)."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch
 from runtime.artifacts.pack import Pack
 from runtime.decode.sampling import SamplingSettings
 from runtime.engine import Request
+from runtime.gpu import engine as engine_module
 from tests.decode.packs import build, prompt_of
 from tests.gpu.runs import engine_on_gpu
 from tests.gpu.test_recordable import LONGROPE
@@ -45,3 +47,21 @@ def test_the_text_is_the_same_in_any_memory(name: str, tmp_path: Path) -> None:
     assert text(pack, prefetch_window=6, verify_window=4, governor="fixed") == alone
     for slots in (pack.spec.num_records // 2, 3):
         assert text(pack, slots=slots, prefetch_window=6, verify_window=4, governor="fixed") == alone
+
+
+@pytest.mark.parametrize("late", ["slot_experts", "RowsTarget", "DeviceDraft", "BlockTarget"])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_stream_that_is_late_changes_nothing(
+    late: str, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fills a new table runs on another stream than what uses it, and on a GPU that others keep busy far later."""
+    pack = build(tmp_path, "mixtral", torch.bfloat16)
+    alone = text(pack, graphs=graphs)
+    make = getattr(engine_module, late)
+
+    def made(*args: Any, **named: Any) -> Any:
+        torch.cuda._sleep(1_000_000_000)  # cycles, about half a second
+        return make(*args, **named)
+
+    monkeypatch.setattr(engine_module, late, made)
+    assert text(pack, graphs=graphs) == alone
