@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -17,6 +18,25 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gpu-capability", metavar="8.0", help="GPU tests with the code and the shared memory of an older GPU"
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def older_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The GPU that `--gpu-capability` asks for."""
+    asked: str | None = request.config.getoption("--gpu-capability")
+    if asked is None:
+        yield
+        return
+    from tests.older_gpu import as_older_gpu, capability_of  # which starts torch
+
+    with as_older_gpu(capability_of(asked)):
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)
