@@ -79,6 +79,8 @@ __device__ __forceinline__ u32 load_word_here(const void* p) {
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+// Brings the line of an address to the L2. Nothing is read, so it may come before wait_for_previous_kernel.
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // From the L2, whatever an L1 still holds
 __device__ __forceinline__ uint4 load_past_l1(const void* p) {
   uint4 v;

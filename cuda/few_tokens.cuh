@@ -30,6 +30,18 @@ struct Args {
 #endif
 };
 
+// By one warp, before the kernel ahead has ended: what the list is made of comes to the L2. What that kernel still writes there goes to the
+// same lines.
+__device__ __forceinline__ void prefetch_choices(const Args& args, int lane) {
+  auto words = [&](const void* p, int count) {
+#pragma unroll 1
+    for (int i = lane * 32; i < count + 31; i += 1024) prefetch_l2((const u32*)p + min(i, count - 1));
+  };
+  words(args.index, args.num_tokens * TOP_K), words(args.weight, args.num_tokens * TOP_K), words(args.slot_of, NUM_EXPERTS);
+#if RECORDS
+  words(args.record_of, NUM_EXPERTS);
+#endif
+}
 __device__ __forceinline__ int count_active() {
   int total = 0;
   for (int w = 0; w < LEVELS * EXPERT_WORDS; w++) total += __popc(active_words()[w]);
@@ -141,10 +153,13 @@ template <int FIRST, int COUNT, int BARRIER, int LISTED> __device__ __forceinlin
   if (!is_short_list(args)) {
     make_list<FIRST, COUNT, BARRIER>(args);
     barrier_pass<FIRST + COUNT>(LISTED);
-  } else if (warp == FIRST / 32) {
-    make_short_list(args, lane);
+  } else {
+    if (warp == FIRST / 32) {
+      make_short_list(args, lane);
+      barrier_pass<COUNT>(BARRIER);
+    } else barrier_of<COUNT>(BARRIER);
     barrier_pass<FIRST + COUNT>(LISTED);
-  } else barrier_of<FIRST + COUNT>(LISTED);
+  }
 }
 
 // acc += unit of codes (16 rows x 128 k) * tokens, in FP32; after(i) is called when piece i of b, 32 k, is used for the last time
@@ -206,43 +221,40 @@ __device__ __forceinline__ void store_h(const Args& args, int lane, int entry, i
   }
 }
 
-// y of 16 rows from the sums of its parts, [PARTS][MAX_PAIRS][16] at OFF_PART: the parts of each pair, then the pairs of each token,
-// in fixed order; by the first COUNT threads of the block, which meet at BARRIER
-template <int COUNT, int BARRIER> __device__ __forceinline__ void finish_rows(const Args& args, int row_tile) {
-  float* sums = (float*)(smem + OFF_PART);
-  const int tid = threadIdx.x;
+// y of 16 rows from the sums of its parts, [PARTS][MAX_PAIRS][16] at OFF_PART: the parts of each pair, then the pairs of each token, in fixed
+// order; by the first COUNT threads of the block. A lane has a row and a choice of a token, and gets what the others have for its row from
+// their registers.
+template <int COUNT> __device__ __forceinline__ void finish_rows(const Args& args, int row_tile) {
+  constexpr int ROWS = TOP_K <= 2 ? 16 : TOP_K <= 4 ? 8 : TOP_K <= 8 ? 4 : TOP_K <= 16 ? 2 : 1, CHOICES = 32 / ROWS;   // of a warp at once
+  const float* sums = (const float*)(smem + OFF_PART);
+  const int lane = threadIdx.x % 32, r = lane % ROWS;
 #pragma unroll 1
-  for (int n = tid; n < args.num_tokens * TOP_K * 16; n += COUNT) {
-    const int pair = n / 16, row = row_tile * 16 + n % 16, slot = places()[pair];
-    float p = 0.f;
-    if (slot >= 0) {
-      float v[PARTS];
+  for (int n = threadIdx.x / 32; n < args.num_tokens * (16 / ROWS); n += COUNT / 32) {
+    const int t = n / (16 / ROWS), at = n % (16 / ROWS) * ROWS + r, row = row_tile * 16 + at;
+    float y = 0.f;
+#pragma unroll 1
+    for (int first = 0; first < TOP_K; first += CHOICES) {
+      const int j = first + lane / ROWS, pair = t * TOP_K + min(j, TOP_K - 1), slot = places()[pair];
+      float p = 0.f;
+      if (slot >= 0) {
+        float v[PARTS];
 #pragma unroll
-      for (int s = 0; s < PARTS; s++) v[s] = sums[s * (MAX_PAIRS * 16) + n];
+        for (int s = 0; s < PARTS; s++) v[s] = sums[(s * MAX_PAIRS + pair) * 16 + at];
 #pragma unroll
-      for (int d = 1; d < PARTS; d *= 2)
+        for (int d = 1; d < PARTS; d *= 2)
 #pragma unroll
-        for (int s = 0; s + d < PARTS; s += 2 * d) v[s] += v[s + d];
-      p = v[0];
+          for (int s = 0; s + d < PARTS; s += 2 * d) v[s] += v[s + d];
+        p = v[0];
 #if BIAS
-      if (row < HIDDEN) p += bf16_to_f32(((const u16*)(args.pool + tile_offset(slot, 0, SLOT_BYTES, 2 * HIDDEN, DOWN_BIAS_OFFSET, INTERLEAVE)))[row]);
+        if (row < HIDDEN) p += bf16_to_f32(((const u16*)(args.pool + tile_offset(slot, 0, SLOT_BYTES, 2 * HIDDEN, DOWN_BIAS_OFFSET, INTERLEAVE)))[row]);
 #endif
-    } else if (args.resume && row < HIDDEN) p = args.pairs[(u64)pair * HIDDEN + row];
-    if (args.pairs && row < HIDDEN) args.pairs[(u64)pair * HIDDEN + row] = p;
-    sums[n] = p;
-  }
-  barrier_of<COUNT>(BARRIER);
-#pragma unroll 1
-  for (int n = tid; n < args.num_tokens * 8; n += COUNT) {
-    const int t = n / 8, at = n % 8 * 2, row = row_tile * 16 + at;
-    if (row >= HIDDEN) continue;
-    float y0 = 0.f, y1 = 0.f;
-#pragma unroll 4
-    for (int j = 0; j < TOP_K; j++) {
-      const float w = weights()[t * TOP_K + j];
-      const float2 p = *(const float2*)(sums + (t * TOP_K + j) * 16 + at);
-      y0 = fmaf(w, p.x, y0), y1 = fmaf(w, p.y, y1);
+      } else if (args.resume && row < HIDDEN) p = args.pairs[(u64)pair * HIDDEN + row];
+      if (args.pairs && j < TOP_K && row < HIDDEN) args.pairs[(u64)pair * HIDDEN + row] = p;
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < min(CHOICES, TOP_K); i++)
+        if (first + i < TOP_K) y = fmaf(weights()[t * TOP_K + first + i], __shfl_sync(~0u, p, i * ROWS + r), y);
     }
-    *(u32*)(args.y + (u64)t * HIDDEN + row) = f32_to_bf16x2(y1, y0);
+    if (lane < ROWS && row < HIDDEN) args.y[(u64)t * HIDDEN + row] = (u16)f32_to_bf16x2(0.f, y);
   }
 }

@@ -245,10 +245,11 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
 #pragma unroll 1
     for (int n = threadIdx.x; n < args.num_tokens * ROW; n += COMPUTE * 32) {
       const int t = n / ROW, i = n - t * ROW;
-      uint4 v = make_uint4(0, 0, 0, 0);
-      if (HIDDEN % UNIT_K == 0 || i * 8 < HIDDEN) v = load_read_only(args.x + (u64)t * HIDDEN + i * 8);
-      sts128(shared + OFF_X + t * X_PITCH + i * 16, v.x, v.y, v.z, v.w);
+      const bool there = HIDDEN % UNIT_K == 0 || i * 8 < HIDDEN;
+      copy_async_or_zero(shared + OFF_X + t * X_PITCH + i * 16, args.x + (u64)t * HIDDEN + (there ? i * 8 : 0), there);
     }
+    copy_commit();
+    copy_wait<0>();
   }
   barrier_of<THREADS>(3);         // the list is there
   const u32 parity = block_claim() >> 31;
@@ -361,8 +362,8 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
       at.next();
     }
     barrier_of<COMPUTE * 32>(1);
-    finish_rows<COMPUTE * 32, 1>(args, rt);
-    barrier_of<COMPUTE * 32>(1);
+    finish_rows<COMPUTE * 32>(args, rt);
+    if (rt + (int)gridDim.x < TILES2) barrier_of<COMPUTE * 32>(1);   // the sums of the next rows come to the same place
   }
 }
 
@@ -383,6 +384,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_codes(
     barrier_init(shared + OFF_BARRIER + i * 8, i < RINGS ? 1 : red < TEAMS * RED_BUFFERS ? TEAM * 32 : 32);   // full; empty and sums there; sums read
   }
   barriers_ready();
+  if (me.warp == PRODUCER) prefetch_choices(args, me.lane);
   __syncthreads();
   if (BESIDE) let_next_kernel_start();
   wait_for_previous_kernel();

@@ -487,8 +487,8 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
       }
     }
     barrier_of<COMPUTE * 32>(1);
-    finish_rows<COMPUTE * 32, 1>(args, rt);
-    barrier_of<COMPUTE * 32>(1);
+    finish_rows<COMPUTE * 32>(args, rt);
+    if (rt + (int)gridDim.x < TILES2) barrier_of<COMPUTE * 32>(1);   // the sums of the next rows come to the same place
   }
 }
 #endif
@@ -510,6 +510,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_residual(
   }
   fill_choices<THREADS>(shared + OFF_CHOICES, threadIdx.x);
   barriers_ready();
+  if (me.warp == PRODUCER) prefetch_choices(args, me.lane);
   __syncthreads();
   wait_for_previous_kernel();
   if (me.warp < COMPUTE) {

@@ -328,6 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_small(
   for (int e = threadIdx.x; e < NUM_EXPERTS; e += THREADS) masks()[e] = 0;
   for (int i = threadIdx.x; i < TEAMS * QUEUE; i += THREADS) barrier_init(shared + OFF_BARRIER + i * 8, 1);
   for (int i = threadIdx.x; i < MAX_ACTIVE * COLUMNS; i += THREADS) active_pairs()[i] = NO_PAIR;
+  if (me.warp == 0) prefetch_choices(args, me.lane);
   __syncthreads();
   wait_for_previous_kernel();
   const bool leader = me.member == 0 && me.lane == 0;
@@ -429,8 +430,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_small(
   auto rows_until = [&](int end) {         // all items of these rows are behind this warp
     for (; row_tile < end; row_tile += gridDim.x) {
       __syncthreads();
-      finish_rows<THREADS, 0>(args, row_tile);
-      __syncthreads();
+      finish_rows<THREADS>(args, row_tile);
+      if (row_tile + (int)gridDim.x < TILES2) __syncthreads();   // the sums of the next rows come to the same place
     }
   };
   if (note.phase() == 2) {

@@ -37,6 +37,7 @@ inline uint4 load_shared_by_grid(const void* p) {
 }
 inline void store_shared_by_grid(void* p, uint4 v) { memcpy(p, &v, 16), simt::event(); }
 inline uint4 load_read_only(const void* p) { uint4 v; memcpy(&v, p, 16); return v; }
+inline void prefetch_l2(const void*) {}
 inline u32 load_word_here(const void* p) { u32 v; memcpy(&v, p, 4); return v; }
 inline uint4 load_past_l1(const void* p) { return load_read_only(p); }
 inline uint4 load_lines(const void* p) { return load_read_only(p); }
