@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from runtime.gpu.parts import Toolkit
 
 CONTEXT_MARGIN = 64  # beside prompt and answer
+LINK_RECORDS = 32  # that are copied to see how fast the link is
 
 Save = Callable[[dict[str, Any]], None]
 
@@ -125,6 +126,7 @@ def decode_built(
     from moespeq_cli.bench.link import copy_bytes_per_s
     from moespeq_cli.bench.synthetic.models import make_config
     from moespeq_cli.bench.synthetic.parts import build_encodings
+    from runtime.gpu.host_tier import Arena
     from runtime.gpu.parts import Toolkit
     from runtime.kernels.device import current_gpu
 
@@ -141,6 +143,9 @@ def decode_built(
     prompts = offload.make_prompts(asked.prompts, asked.prompt_tokens, max(SPECIAL_IDS) + 1, TEXT_IDS)
     runs = (prompts, asked.max_new_tokens, asked.repeats, toolkit, device_bytes, made.get("residual"))
     sweep = offload.Sweep(made["raw"], settings, *runs)
+    keys, arena = sweep.spec.expert_keys(), made["raw"].tier
+    assert isinstance(arena, Arena)
+    sources = [arena.record(key) for key in keys[:: max(1, len(keys) // LINK_RECORDS)]]  # from all over it
     result: dict[str, Any] = {
         "environment_gpu": gpu_environment() if toolkit is None else None,
         "asked": dataclasses.asdict(asked) | {"disk": asked.disk is not None},
@@ -151,7 +156,7 @@ def decode_built(
         "dense_bytes": sweep.model.dense_bytes,
         "residual": sweep.records(),
         "built_s": built_s,
-        "link_bytes_per_s": copy_bytes_per_s(tools.accelerator),
+        "link_bytes_per_s": copy_bytes_per_s(tools.accelerator, sources),
         "settings": dataclasses.asdict(settings),
     }
     try:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import Tensor
 
 from moespeq_cli.bench import link
@@ -31,12 +32,15 @@ class Paced:
 
 @pytest.mark.parametrize("bytes_per_s", [1e9, 54e9])
 def test_the_rate_is_that_of_copies_behind_each_other(bytes_per_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(bytes_per_s)
+    clock, started = Clock(bytes_per_s), []
+    sources = [torch.zeros(size, dtype=torch.uint8) for size in (1 << 12, 1 << 10, 1 << 13)]
 
     def start(self: Processor, to: Tensor, source: Tensor) -> Paced:
-        assert len(to) == len(source) == 1 << 12
+        assert len(to) == len(source)
+        started.append(source)
         return clock.start(len(to))
 
     monkeypatch.setattr(Processor, "start_copy", start)
     monkeypatch.setattr(link.time, "perf_counter", lambda: clock.now)
-    assert link.copy_bytes_per_s(Processor(), 1 << 12) == pytest.approx(bytes_per_s)
+    assert link.copy_bytes_per_s(Processor(), sources) == pytest.approx(bytes_per_s)
+    assert [id(source) for source in started] == [id(source) for source in (sources[0], *sources)]
