@@ -1,0 +1,120 @@
+"""Copies of the kernels for few tokens with clocks at named places: where the time of a call goes.
+
+A clock is one store of a warp's first lane, `stamps[block][number]`, which a graph's last call leaves behind. It costs
+a call 1 to 4 %. Places are pieces of the sources; `tests/kernels/test_clocks.py` looks that each is there once.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+BLOCKS, NUMBERS = 256, 32  # room of `stamps`
+_DEFINED = f"""extern "C" __device__ u32 stamps[{BLOCKS * NUMBERS}];
+__device__ __forceinline__ void CLOCK(int number) {{
+  if (threadIdx.x % 32 == 0) stamps[blockIdx.x * {NUMBERS} + number] = (u32)clock64();
+}}
+DYNAMIC_SHARED(smem);"""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Where a clock is read.
+
+    Attributes:
+        name: for tables.
+        text: where in the source, once.
+        warp: of the block that reads it, an expression of the source; every warp that comes by where it is empty.
+        before: whether it is read before the text.
+    """
+
+    name: str
+    text: str
+    warp: str = ""
+    before: bool = False
+
+
+_AHEAD = "  wait_for_previous_kernel();\n"
+_LIST = "few_tokens.cuh"
+_ROLES = (
+    Clock("begins", _AHEAD, "me.warp == COMPUTE", True),
+    Clock("kernel ahead over", _AHEAD, "me.warp == COMPUTE"),
+)
+CLOCKS: dict[str, tuple[Clock, ...]] = {
+    "moe_small.cu": (
+        Clock("begins", _AHEAD, "me.warp == 0", True),
+        Clock("kernel ahead over", _AHEAD, "me.warp == 0"),
+        Clock("list seen", "  me.num_active = count_active();\n", "me.warp == 0", True),
+        Clock("ring asked for", "  for (int i = 0; i < STAGES; i++) copy_next();\n", "me.warp == 0"),
+        Clock("last of gate and up done", "  int row_tile = blockIdx.x;\n", "me.warp == 0", True),
+        Clock("last of down done", "  rows_until(TILES2);\n", "me.warp == 0", True),
+        Clock("y", "  rows_until(TILES2);\n", "me.warp == 0"),
+    ),
+    "moe_codes.cu": (
+        *_ROLES,
+        Clock(
+            "producer begins",
+            "  const int team = me.warp - PRODUCER;\n  const u32 full",
+            "me.warp == PRODUCER",
+            True,
+        ),
+        Clock("compute ready", "  // ---- phase 1\n", "me.warp == 0", True),
+        Clock("claims over", "  if (blockIdx.x >= TILES2 || team >= num_active) stage(", "team == 0", True),
+        Clock("all asked for", "  // The claim in flight has come back", "team == 0", True),
+        Clock("gate and up done", "  // the finishers of this team end\n", "me.warp == 0", True),
+        Clock("down done", "    finish_rows<COMPUTE * 32>(args, rt);\n", "me.warp == 0", True),
+        Clock("y", "    finish_rows<COMPUTE * 32>(args, rt);\n", "me.warp == 0"),
+    ),
+    "moe_residual.cu": (
+        *_ROLES,
+        Clock("producer begins", "  const int number = me.warp - PRODUCER, num_active", "me.warp == PRODUCER", True),
+        Clock("first jobs pushed", "  bool over = false;              // phase 1\n", "number == 0"),
+        Clock("copies of gate and up over", "      over = true;\n", "number == 0"),
+        Clock("all asked for", "  // The claim in flight has come back", "number == 0", True),
+        Clock("gate and up done", "  // ---- phase 2: the first stage is there already\n", "me.warp == 0", True),
+        Clock("down done", "    finish_rows<COMPUTE * 32>(args, rt);\n", "me.warp == 0", True),
+        Clock("y", "    finish_rows<COMPUTE * 32>(args, rt);\n", "me.warp == 0"),
+    ),
+}
+"""By kernel, in the order of their numbers; the first one is what the others count from."""
+
+
+def with_clocks(folder: Path, to: Path) -> None:
+    """Copy a folder of kernels and put the clocks in.
+
+    Raises:
+        ValueError: a place is not there once.
+    """
+    to.mkdir(parents=True, exist_ok=True)
+    for path in (*folder.glob("*.cu"), *folder.glob("*.cuh")):
+        shutil.copy(path, to)
+    _edit(to / _LIST, "DYNAMIC_SHARED(smem);", _DEFINED)
+    for source, clocks in CLOCKS.items():
+        for number, clock in enumerate(clocks):
+            line = f"{f'if ({clock.warp}) ' if clock.warp else ''}CLOCK({number});\n"
+            _edit(to / source, clock.text, line + clock.text if clock.before else clock.text + line)
+
+
+def _edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    if text.count(old) != 1:
+        raise ValueError(f"{path.name} has {text.count(old)} times {old!r}")
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def table(kernel: str, stamps: npt.NDArray[np.uint32], blocks: int) -> Sequence[tuple[str, int, int, int]]:
+    """Cycles since a block began: the median, least and most over the blocks, by name.
+
+    Args:
+        kernel: a key of CLOCKS.
+        stamps: [BLOCKS, NUMBERS], as the kernel left them.
+        blocks: of the grid.
+    """
+    since = (stamps[:blocks] - stamps[:blocks, :1]).astype(np.int64) & 0xFFFFFFFF
+    columns = [(clock.name, since[:, number]) for number, clock in enumerate(CLOCKS[kernel])]
+    return [(name, int(np.median(column)), int(column.min()), int(column.max())) for name, column in columns]
