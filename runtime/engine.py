@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -160,10 +161,13 @@ class BaseEngine(ABC):
             self.stats.total_s += time.perf_counter() - started
             cache.rest()
 
-    def _fetch_rows(self) -> int:
+    def _fetch_rows(self) -> int | None:
         """Rows to fetch ahead: as set, but no more than have slots side by side, and the next one."""
-        most = 1 + self.plan.num_slots // (len(self.spec.moe_layers) * self.spec.top_k)
-        return most if self.settings.fetch_rows is None else min(self.settings.fetch_rows, most)
+        spec, asked = self.spec, self.settings.fetch_rows
+        most = rows_with_slots(self.plan.num_slots / len(spec.moe_layers), spec.num_experts, spec.top_k)
+        if most is None:
+            return asked
+        return most + 1 if asked is None else min(most + 1, asked)
 
     def _begin(self, request: Request) -> int:
         """Check a request and start its KV cache; returns how many tokens may be generated."""
@@ -233,6 +237,19 @@ class BaseEngine(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def rows_with_slots(slots: float, num_experts: int, top_k: int) -> int | None:
+    """Rows whose experts find so many slots a layer, those that rows share counted once; None means any number.
+
+    Of evenly used experts n rows leave (1 - top_k / num_experts) ** n of a layer untouched. More fit where rows are
+    more alike.
+    """
+    if slots >= num_experts:
+        return None
+    if top_k >= num_experts:
+        return 0
+    return int(math.log1p(-slots / num_experts) / math.log1p(-top_k / num_experts) + 1e-9)
 
 
 class Engine(BaseEngine):

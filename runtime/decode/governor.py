@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Protocol
 
 from runtime.errors import InputError
@@ -38,8 +40,8 @@ class Measured:
         self._part_s = _smooth(self._part_s, seconds / self._parts(rows))
 
     def pass_s(self, rows: int) -> float:
-        """Seconds to compute so many rows."""
-        return self._parts(rows) * self._part_s
+        """Seconds to compute so many rows; before the first pass a draft step, of as many layers, stands for one."""
+        return self._parts(rows) * (self._part_s or self.draft_s)
 
     def _parts(self, rows: int) -> int:
         return -(-rows // self._rows_at_once)
@@ -160,23 +162,27 @@ class Roofline:
         self.most = verify_window
 
     def choose(self, situation: Situation) -> int:
-        """The best j by the estimate; the smaller one of equals."""
-        measured = situation.measured
-        best, best_rate, expected, chain = 0, 0.0, 1.0, 1.0
-        for j in range(min(self.most, situation.most) + 1):
-            if j:
-                chain *= measured.acceptance(j - 1)
-                expected += chain
+        """The best j by the estimate; the smaller one of equals.
+
+        It looks at no more rows than it must: the host looks while the device stands still and no copy is started.
+        """
+        measured, most = situation.measured, min(self.most, situation.most)
+        chances = list(accumulate((measured.acceptance(place) for place in range(most)), mul, initial=1.0))
+        best, best_rate, expected, most_tokens = 0, 0.0, 0.0, sum(chances)
+        for j, chance in enumerate(chances):
+            expected += chance
             link_s = situation.missing_bytes(j) / situation.bytes_per_s if situation.bytes_per_s else 0.0
             compute_s = measured.pass_s(j + 1) + expected * measured.draft_s
             rate = expected / max(link_s, compute_s, 1e-9)
             if rate > best_rate * (1 + 1e-9):
                 best, best_rate = j, rate
+            if link_s * best_rate > most_tokens:  # bytes only grow: not even all tokens would be worth them
+                break
         return best
 
     def depth(self, measured: Measured) -> int:
         """The number with the most expected tokens a second, 0 included, when each costs a step of the draft."""
-        if measured.draft_s == 0 or measured.pass_s(1) == 0:
+        if measured.draft_s == 0:
             return self.most
         rates, expected, chain = [1 / measured.pass_s(1)], 1.0, 1.0
         for j in range(1, self.most + 1):

@@ -201,14 +201,14 @@ class SpeculativeLoop:
                 return
 
     def _may_draft_on(self, tail: Tail, most: int) -> bool:
-        """Whether some steps hide more of the next pass's waiting than they are expected to lose."""
-        missing_bytes = _MissingBytes(self._experts, tail.routes)(most)
-        rate, measured = self._stats.cache.bytes_per_s, self._measured
-        if not missing_bytes or not rate:
-            return missing_bytes > 0
+        """Whether some steps hide more of the next pass's waiting than they are expected to lose.
+
+        It looks at no more rows than it takes to know: nobody starts copies meanwhile.
+        """
+        missing_bytes, measured = _MissingBytes(self._experts, tail.routes), self._measured
         kept = math.prod(measured.acceptance(place) for place in range(len(tail.proposals)))
-        draft_s = _MORE_STEPS * measured.draft_s
-        return min(missing_bytes / rate, draft_s) > (1 - kept) * draft_s
+        lost_bytes = (1 - kept) * _MORE_STEPS * measured.draft_s * self._stats.cache.bytes_per_s
+        return kept > 0 and any(missing_bytes(j) > lost_bytes for j in range(min(most + 1, len(tail.routes))))
 
     def _propose(self, tail: Tail, tokens: list[int], settings: LoopSettings, length: int) -> bool:
         """Draft until the tail has this length; whether it has, or ends the text before."""

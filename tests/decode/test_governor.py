@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from runtime.decode.governor import GOVERNORS, Measured, Situation, make_governor
 from runtime.errors import InputError
@@ -70,6 +75,56 @@ def test_roofline_stops_where_the_next_row_is_dear() -> None:
     governor = make_governor("roofline", 8)
     assert governor.choose(situation(8, [100, 110, 120, 1000, 1010, 1020, 1030, 1040, 1050], 1.0)) == 2
     assert governor.choose(situation(1, [100, 100], 1.0)) == 1
+
+
+def test_roofline_looks_at_no_more_rows_than_may_pay() -> None:
+    """Once the bytes of a row take longer than all tokens are worth, no further row is looked at."""
+    seen: list[int] = []
+
+    def bytes_of(j: int) -> int:
+        seen.append(j)
+        return (0, 0, 30, 600, 1200, 1800, 2400, 3000)[j]
+
+    measured = Measured(rows_at_once=8)
+    measured.computed(1, 50.0)
+    assert make_governor("roofline", 7).choose(Situation(7, bytes_of, 1.0, measured)) == 2
+    assert seen == [0, 1, 2, 3]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    added=st.lists(st.integers(0, 60), min_size=9, max_size=9),
+    accepted=st.lists(st.integers(0, 8), max_size=40),
+    row_s=st.sampled_from([0.0, 1.0, 9.0, 40.0]),
+    draft_s=st.sampled_from([0.0, 1.0, 9.0]),
+    rows_at_once=st.sampled_from([1, 8]),
+)
+def test_roofline_finds_the_best_without_looking_at_all(
+    added: list[int], accepted: list[int], row_s: float, draft_s: float, rows_at_once: int
+) -> None:
+    measured = Measured(rows_at_once)
+    measured.computed(1, row_s)
+    measured.drafted(draft_s)
+    for count in accepted:
+        measured.judged(8, count)
+    bytes_by_j = list(itertools.accumulate(added))
+
+    def rate(j: int) -> float:
+        expected = sum(math.prod(measured.acceptance(place) for place in range(row)) for row in range(j + 1))
+        return expected / max(bytes_by_j[j], measured.pass_s(j + 1) + expected * draft_s, 1e-9)
+
+    chosen = make_governor("roofline", 8).choose(situation(8, bytes_by_j, 1.0, measured))
+    assert rate(chosen) == pytest.approx(max(rate(j) for j in range(9)))
+
+
+def test_a_draft_step_stands_for_a_pass_before_the_first_one() -> None:
+    """A pass that seemed to cost nothing would take no proposal where none brings bytes."""
+    measured = Measured(rows_at_once=8)
+    measured.drafted(2.0)
+    assert measured.pass_s(1) == measured.pass_s(8) == 2.0
+    assert make_governor("roofline", 7).choose(situation(7, [0] * 8, 1.0, measured)) == 7
+    measured.computed(8, 5.0)
+    assert measured.pass_s(8) == 5.0
 
 
 def test_acceptance_is_learnt_by_place() -> None:

@@ -231,6 +231,25 @@ def test_drafts_no_further_than_it_verifies_where_nothing_is_missing(
     assert world.steps == steps
 
 
+def test_looks_at_no_more_rows_than_it_takes_to_draft_on() -> None:
+    """Nobody starts copies meanwhile: the first row that lacks enough decides, not the whole pass."""
+    target = rule(1)
+    looked: list[int] = []
+
+    class Looking(World):
+        def missing_bytes(self, keys: Sequence[ExpertKey]) -> int:
+            looked.append(len(keys))
+            return super().missing_bytes(keys)
+
+    world = Looking(target, target, [1], 12, None)
+    script = Script([3])
+    script.choose = lambda situation: 0  # type: ignore[method-assign]
+    tokens, _ = run(world, script, window=12)
+    next(tokens)
+    assert world.steps == 12
+    assert len(looked) == 2, "four proposals, then twice four more, each after a look at one row"
+
+
 def _agreed(text: tuple[int, ...], position: int) -> int:
     token = text[position]
     return len(set(draft_route(position, token)) & set(target_route(position, token)))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from runtime.config import RunSettings, load_profile, make_settings
+from runtime.engine import rows_with_slots
 from runtime.errors import InputError
 from runtime.kernels.fused_config import FusedConfig
 
@@ -105,3 +106,10 @@ def test_profile_of_bytes_that_are_no_text(tmp_path: Path) -> None:
 def test_numbers_are_taken_where_they_are_meant(profile: Any) -> None:
     settings = make_settings(profile("alpha: 1\nexpert_cache_size: 500000000\nfetch_rows: null\n"), {})
     assert (settings.alpha, settings.expert_cache_size, settings.fetch_rows) == (1.0, "500000000", None)
+
+
+def test_rows_whose_experts_have_slots_count_shared_ones_once() -> None:
+    """Of 60 experts, 4 a row, two rows use 7.7 different ones, four 14.5 and five 17.5 if use is even."""
+    found = {slots: rows_with_slots(slots, 60, 4) for slots in (0, 3, 4, 7, 8, 15.1, 17.4, 17.6, 59, 60, 70)}
+    assert found == {0: 0, 3: 0, 4: 1, 7: 1, 8: 2, 15.1: 4, 17.4: 4, 17.6: 5, 59: 59, 60: None, 70: None}
+    assert rows_with_slots(1.5, 2, 2) == 0
