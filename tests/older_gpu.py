@@ -27,11 +27,10 @@ SMEM_PER_BLOCK_BYTES = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10}
 
 def capability_of(text: str) -> tuple[int, int]:
     """From an option such as `8.0`."""
-    major, _, minor = text.partition(".")
-    found = int(major), int(minor or 0)
-    if found not in SMEM_PER_BLOCK_BYTES:
-        raise pytest.UsageError(f"--gpu-capability: expected one of {sorted(SMEM_PER_BLOCK_BYTES)}, found {text}")
-    return found
+    known = {f"{major}.{minor}": (major, minor) for major, minor in SMEM_PER_BLOCK_BYTES}
+    if text not in known:
+        raise pytest.UsageError(f"--gpu-capability: expected one of {', '.join(known)}, found {text}")
+    return known[text]
 
 
 @contextmanager

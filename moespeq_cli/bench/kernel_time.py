@@ -79,6 +79,7 @@ def replay(calls: Sequence[Call], replays: int = REPLAYS) -> Times:
         replays: timed ones; some more go before.
     """
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())  # which may still fill what the calls read
     with torch.cuda.stream(stream):
         for call in calls[:2]:
             call()

@@ -32,7 +32,7 @@ class Paced:
 
 @pytest.mark.parametrize("bytes_per_s", [1e9, 54e9])
 def test_the_rate_is_that_of_copies_behind_each_other(bytes_per_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, started = Clock(bytes_per_s), []
+    clock, started, waited = Clock(bytes_per_s), [], []
     sources = [torch.zeros(size, dtype=torch.uint8) for size in (1 << 12, 1 << 10, 1 << 13)]
 
     def start(self: Processor, to: Tensor, source: Tensor) -> Paced:
@@ -40,7 +40,13 @@ def test_the_rate_is_that_of_copies_behind_each_other(bytes_per_s: float, monkey
         started.append(source)
         return clock.start(len(to))
 
+    def catch_up(self: Processor) -> None:
+        assert not started
+        waited.append(self)
+
     monkeypatch.setattr(Processor, "start_copy", start)
+    monkeypatch.setattr(Processor, "catch_up", catch_up)
     monkeypatch.setattr(link.time, "perf_counter", lambda: clock.now)
     assert link.copy_bytes_per_s(Processor(), sources) == pytest.approx(bytes_per_s)
     assert [id(source) for source in started] == [id(source) for source in (sources[0], *sources)]
+    assert len(waited) == 1  # the device's memory may be what kernels still read

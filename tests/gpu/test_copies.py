@@ -39,6 +39,7 @@ def test_what_is_done_is_there() -> None:
     source = torch.randint(0, 256, (64 << 20,), dtype=torch.uint8, generator=made).pin_memory()
     place = torch.zeros(16 << 20, dtype=torch.uint8, device="cuda")
     seen, look = torch.cuda.Stream(), torch.empty(16 << 20, dtype=torch.uint8, pin_memory=True)
+    cuda.catch_up()  # the place is filled on another stream
     for _ in range(200):
         size = int(torch.randint(1, 1 << int(torch.randint(1, 25, (1,), generator=made)), (1,), generator=made))
         first = int(torch.randint(0, len(source) - size, (1,), generator=made))

@@ -62,8 +62,12 @@ class Emulated:
         resume: bool = False,
         state: Tensor | None = None,
         h: Tensor | None = None,
+        late: bool = False,
     ) -> Tensor:
         """y bfloat16 [calls, M, H] for x [calls, M, H]: the calls run side by side.
+
+        Args:
+            late: nothing that the kernel ahead may write is there before a thread has waited for it.
 
         Raises:
             AssertionError: the kernel failed or did not end; the message says how.
@@ -75,6 +79,7 @@ class Emulated:
         y = torch.full_like(x, float("nan"))
         arguments = [pointer(t) for t in (x, top_k_index, top_k_weights, slot_of, pool, state, h, y, pairs)]
         self.library.run_experts.restype = ctypes.c_char_p
+        self.library.come_late(int(late))
         fault = self.library.run_experts(
             calls,
             grid,

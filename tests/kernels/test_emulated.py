@@ -153,6 +153,51 @@ def test_calls_follow_each_other_in_the_same_scratch(layer: Layer) -> None:
     assert int(state[0, 0]) == 0  # four calls: the parity is back, and nothing is left claimed
 
 
+def test_reads_nothing_before_the_kernel_ahead_has_ended(layer: Layer) -> None:
+    batch = layer.batch(2, seed=3)
+    y = layer.run(*batch, grid=1)
+    pairs = torch.zeros(2, layer.shape.top_k, layer.shape.hidden_size)
+    layer.run(*batch, grid=1, pairs=pairs)
+    absent = torch.where(layer.slot_of == layer.slot_of[batch[1][0, 0, 0]], -1, layer.slot_of)
+    for seed in range(3):
+        assert torch.equal(layer.run(*batch, grid=1, seed=seed, late=True), y)
+        resumed = layer.run(*batch, grid=1, seed=seed, late=True, slot_of=absent, pairs=pairs, resume=True)
+        assert torch.equal(resumed, y)
+
+
+def test_a_token_that_is_no_number_spoils_no_other(layer: Layer) -> None:
+    """Not the one ahead of it either, whose last unit may end behind its values."""
+    x, index, weights = layer.batch(3, seed=5)
+    y = layer.run(x, index, weights)
+    x[0, 1] = float("nan")
+    spoilt = layer.run(x, index, weights)
+    assert not torch.equal(spoilt[0, 1], y[0, 1])
+    assert torch.equal(spoilt[0, ::2], y[0, ::2])
+
+
+@pytest.mark.parametrize("roles", [False, True])
+@pytest.mark.parametrize("top_k", [2, 9, 33, 65])
+def test_any_number_of_choices(folder: Path, top_k: int, roles: bool) -> None:
+    """Of a warp's lanes each has one for a row at a time: several rows at once, or a row in several turns."""
+    layer = Layer(
+        folder, ExpertShape(top_k + 1, top_k, 24, 16, Activation.silu, True), WeightForm("int4", 128), roles=roles
+    )
+    tokens = min(2, layer.kernel.max_pairs // top_k)
+    x, index, weights = layer.batch(tokens)
+    pairs = torch.full((tokens, top_k, 24), float("nan"))
+    y = layer.run(x, index, weights, pairs=pairs)
+    assert layer.error(y[0], x[0], index[0], weights[0]) < 3e-3
+    none = torch.full_like(layer.slot_of, -1)
+    assert torch.equal(layer.run(x, index, weights, slot_of=none, pairs=pairs, resume=True), y)
+    weighted = (weights[0, ..., None] * pairs).sum(1) - weights[0, :, -1:] * pairs[:, -1]
+    pairs[:, -1] = -weighted / weights[0, :, -1:]  # all but nothing is left, in which the order shows
+    y = layer.run(x, index, weights, slot_of=none, pairs=pairs, resume=True)
+    summed = torch.zeros(tokens, 24)
+    for choice in range(top_k):  # product and sum are rounded once
+        summed = (weights[0, :, choice, None].double() * pairs[:, choice].double() + summed.double()).float()
+    assert torch.equal(y[0], summed.bfloat16())
+
+
 def test_two_stages_are_enough(folder: Path) -> None:
     """As in BF16 for 16 tokens on an H200: each stage's note is read right after it was written."""
     layer = Layer(folder, SHAPE, WeightForm("bf16"), stages=2)
@@ -232,6 +277,12 @@ FAULTS = {
         "      if (row_tile + (int)gridDim.x < TILES2) __syncthreads();",
         "",
         "error",
+    ),
+    "a barrier that others expect fewer at": (
+        True,
+        "      barrier_pass<COUNT>(BARRIER);\n",
+        "      barrier_pass<FIRST + COUNT>(BARRIER);\n",
+        "different numbers of threads",
     ),
     "one buffer for a team's sums": (False, "(tiles & 1)", "0", "error"),
     "the next call's counting does not start, roles": (

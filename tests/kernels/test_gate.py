@@ -102,6 +102,7 @@ def test_a_recorded_pass_waits_for_copies_that_the_host_starts_meanwhile(gpu: ob
 
     board.begin()
     board.stop()
+    cuda.catch_up()
     with cuda.active():
         queue(None)  # loads what it needs
         cuda.mark().wait()

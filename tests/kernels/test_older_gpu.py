@@ -39,6 +39,8 @@ def test_code_is_that_of_the_older_gpu(nvrtc: None, source: Source) -> None:
     assert "cp.async.bulk" not in text
 
 
-def test_an_unknown_capability_is_refused() -> None:
-    with pytest.raises(pytest.UsageError, match=r"--gpu-capability: expected one of .*, found 7\.5"):
-        capability_of("7.5")
+def test_a_capability_is_one_that_is_known() -> None:
+    assert capability_of("8.6") == (8, 6)
+    for text in ("7.5", "8", "8.0.1", "ampere"):
+        with pytest.raises(pytest.UsageError, match=rf"--gpu-capability: expected one of 8\.0, .*, found {text}"):
+            capability_of(text)

@@ -117,6 +117,13 @@ def test_stages_may_come_in_any_order(folder: Path) -> None:
         assert torch.equal(both.run(*batch, seed=seed, copies=emulated.LATE, grid=1, first_claim=3), right)
 
 
+def test_reads_nothing_before_the_kernel_ahead_has_ended(both: Both) -> None:
+    batch = both.batch(2, seed=3)
+    right = both.run_plain(*batch)
+    for seed in range(3):
+        assert torch.equal(both.run(*batch, grid=1, seed=seed, late=True), right)
+
+
 def test_passes_end_with_the_bits_of_one_call(both: Both) -> None:
     """An expert is not here where either its record or its codes are not."""
     batch = both.batch(2, seed=1)

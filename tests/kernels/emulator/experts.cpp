@@ -12,6 +12,10 @@ extern "C" void set_records(const int* record_of, const u8* records, u64 record_
 #define MORE
 #endif
 
+static bool late = false;
+// Whether what further calls read and the kernel ahead may write comes late: one call of one block then
+extern "C" void come_late(int yes) { late = yes; }
+
 // `calls` launches of one geometry, all at once: call i takes x, index, weight, y, state and h from its place. Returns null or what failed.
 extern "C" const char* run_experts(int calls, u32 grid, u32 resident, int copies, u32 seed, const u16* x, const int* index, const float* weight, const int* slot_of,
                                    const u8* pool, u32* state, u16* h, u16* y, float* pairs, int num_tokens, int resume, int first_claim) {
@@ -37,6 +41,11 @@ extern "C" const char* run_experts(int calls, u32 grid, u32 resident, int copies
     launches[i].grid = grid, launches[i].threads = THREADS, launches[i].shared_bytes = SHARED_BYTES;
     launches[i].copies = (simt::Copies)copies, launches[i].seed = seed + i;
   }
+  const size_t choices = (size_t)num_tokens * TOP_K * 4;
+  u8* const at[] = {(u8*)x, (u8*)index, (u8*)weight, (u8*)slot_of, (u8*)state, (u8*)h, (u8*)pairs};
+  const u64 bytes[] = {(u64)num_tokens * HIDDEN * 2, choices, choices, NUM_EXPERTS * 4, 8, (u64)MAX_PAIRS * INTER * 4, choices * HIDDEN};
+  if (late && (calls > 1 || grid > 1)) return "what comes late, for several blocks";
+  if (late) launches[0].late = {pairs ? 7 : 6, at, bytes};
   return simt::run(launches, calls, resident, seed);
 }
 extern "C" int shared_bytes() { return SHARED_BYTES; }

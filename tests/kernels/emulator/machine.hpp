@@ -15,7 +15,7 @@
 namespace simt {
 struct Barrier { u32 expected = 0, pending = 0; long long bytes = 0; u64 phase = 0; };   // an mbarrier
 struct Bulk { u32 dst; std::vector<u8> data; u32 barrier; };
-struct Gate { u32 arrived = 0; u64 round = 0; };                                         // a barrier of threads
+struct Gate { u32 arrived = 0, threads = 0; u64 round = 0; };                            // a barrier of so many threads
 struct Async { u32 dst; u8 data[16]; };
 
 struct Block;

@@ -47,6 +47,8 @@ void together(int op, const char* what, const u32* in, int words, u32* out, int 
   memcpy(out, w.out[me], results * 4);
 }
 static bool pass(Gate& g, u32 threads) {
+  if (g.arrived == 0) g.threads = threads;
+  if (g.threads != threads) fail("a barrier for different numbers of threads");
   if (++g.arrived < threads) return false;
   g.arrived = 0, g.round++;
   event();
