@@ -15,6 +15,7 @@ from runtime.decode.sampling import SamplingSettings
 from runtime.engine import Request
 from runtime.gpu import engine as engine_module
 from tests.decode.packs import build, prompt_of
+from tests.gpu.residual_packs import both_packs
 from tests.gpu.runs import engine_on_gpu
 from tests.gpu.test_recordable import LONGROPE
 
@@ -47,6 +48,14 @@ def test_the_text_is_the_same_in_any_memory(name: str, tmp_path: Path) -> None:
     assert text(pack, prefetch_window=6, verify_window=4, governor="fixed") == alone
     for slots in (pack.spec.num_records // 2, 3):
         assert text(pack, slots=slots, prefetch_window=6, verify_window=4, governor="fixed") == alone
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, "phimoe"])
+def test_residual_records_give_the_text_of_raw_ones(kind: str, tmp_path: Path) -> None:
+    packs = both_packs(tmp_path, kind)
+    alone = text(packs.raw, speculate=False)
+    for slots in (None, packs.raw.spec.num_records // 2, 3):
+        assert text(packs.residual, slots=slots, prefetch_window=6, verify_window=4, governor="fixed") == alone
 
 
 @pytest.mark.parametrize("late", ["slot_experts", "RowsTarget", "DeviceDraft", "BlockTarget"])

@@ -10,7 +10,7 @@ import weakref
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +33,7 @@ from runtime.kernels import device
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.shape import ExpertShape, WeightForm
 from tests.decode.packs import prompt_of
+from tests.gpu.residual_packs import Packs
 from tests.gpu.runs import Logits, say
 from tests.gpu.stand_in import HostPool, TorchResidual, open_gpu
 from tests.pack.fixtures import make_pack, save_quantized
@@ -42,11 +43,6 @@ from tests.tiny import make_model, save_model
 COUNT = 10
 SORTED_ROWS = 128 * 2 * (2 * 128 + 2 * 128 + 4 * 128)  # bytes, of 128 tokens
 RAW = {(1, 3), *((2, expert) for expert in range(8))}  # in the mixed pack
-
-
-class Packs(NamedTuple):
-    raw: Pack
-    residual: Pack
 
 
 def build(folder: Path, wild: set[tuple[int, int]] | None = None, wide_layers: tuple[int, ...] = ()) -> Packs:
