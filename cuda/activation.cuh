@@ -15,8 +15,9 @@ __device__ __forceinline__ float activate(float gate, float up) {
 #elif ACTIVATION == 2  // gelu_tanh: (1 + tanh u) / 2 is sigmoid(2 u)
   return gate * sigmoid(1.5957691216057308f * (gate + 0.044715f * gate * gate * gate)) * up;
 #elif ACTIVATION == 3  // clamped: gpt-oss
-  gate = fminf(gate, 7.0f);
-  return gate * sigmoid(1.702f * gate) * (fminf(fmaxf(up, -7.0f), 7.0f) + 1.0f);
+  gate = gate > 7.0f ? 7.0f : gate;   // what is no number stays none, which fminf would not let it
+  up = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
+  return gate * sigmoid(1.702f * gate) * (up + 1.0f);
 #else
 #error "no such ACTIVATION"
 #endif
