@@ -4,6 +4,7 @@ there (H12)."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +59,27 @@ def test_residual_records_give_the_text_of_raw_ones(kind: str, tmp_path: Path) -
         assert text(packs.residual, slots=slots, prefetch_window=6, verify_window=4, governor="fixed") == alone
 
 
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Pack:
+    return build(tmp_path_factory.mktemp("mixtral"), "mixtral", torch.bfloat16)
+
+
+@cache
+def undisturbed(pack: Pack, graphs: bool) -> list[int]:
+    return text(pack, graphs=graphs)
+
+
 @pytest.mark.parametrize("late", ["slot_experts", "RowsTarget", "DeviceDraft", "BlockTarget"])
 @pytest.mark.parametrize("graphs", [True, False])
 def test_a_stream_that_is_late_changes_nothing(
-    late: str, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    late: str, graphs: bool, mixtral: Pack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What fills a new table runs on another stream than what uses it, and on a GPU that others keep busy far later."""
-    pack = build(tmp_path, "mixtral", torch.bfloat16)
-    alone = text(pack, graphs=graphs)
-    make = getattr(engine_module, late)
+    wanted, make = undisturbed(mixtral, graphs), getattr(engine_module, late)
 
     def made(*args: Any, **named: Any) -> Any:
         torch.cuda._sleep(1_000_000_000)  # cycles, about half a second
         return make(*args, **named)
 
     monkeypatch.setattr(engine_module, late, made)
-    assert text(pack, graphs=graphs) == alone
+    assert text(mixtral, graphs=graphs) == wanted
