@@ -49,12 +49,17 @@ def sha256_file(path: Path) -> str:
 def write_json(path: Path, value: object) -> None:
     """Write JSON by rename, so that a reader sees the old file or the whole new one."""
     part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as handle:
-        json.dump(value, handle, indent=2, sort_keys=True, ensure_ascii=False)
-        handle.write("\n")
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(part, path)
+    try:
+        with part.open("w", encoding="utf-8") as handle:
+            json.dump(value, handle, indent=2, sort_keys=True, ensure_ascii=False)
+            handle.write("\n")
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(part, path)
+    except OSError:
+        with contextlib.suppress(OSError):  # the first error is the one to tell
+            part.unlink(missing_ok=True)
+        raise
 
 
 def read_json(path: Path, what: str, mend: str = "make it again by its command with --force") -> Any:

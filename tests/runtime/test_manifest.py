@@ -23,6 +23,7 @@ from runtime.artifacts.manifest import (
     load_manifest,
     save_manifest,
     sha256_bytes,
+    write_json,
 )
 from runtime.artifacts.profile import DraftFigures, ProfileManifest
 from runtime.artifacts.quantized import Calibration, LayerFormat, QuantizedManifest
@@ -204,6 +205,19 @@ def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Path, "read_text", read_text)
     with pytest.raises(ArtifactError, match=r"manifest\.json.*Permission denied"):
         load_manifest(tmp_path, SampleManifest)
+
+
+def test_json_that_found_no_room_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_json(tmp_path / "figures.json", {"old": 1})
+
+    def fsync(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fsync)
+    with pytest.raises(OSError, match="No space left"):
+        write_json(tmp_path / "figures.json", {"new": 2})
+    assert [file.name for file in tmp_path.iterdir()] == ["figures.json"]
+    assert json.loads((tmp_path / "figures.json").read_text()) == {"old": 1}
 
 
 @pytest.mark.parametrize("name", ["../a", "/a", "", "a\0b", "a" * 300, "a/b"])
