@@ -16,6 +16,7 @@ from runtime.kernels.fused_config import FusedConfig
 from runtime.kernels.tuning import DispatchTable
 from runtime.memory.eviction import make_policy
 from runtime.memory.predict import make_predictor
+from runtime.memory.sizes import parse_size
 
 MAX_WINDOW = 512
 CHECKS = ("auto", "all", "first-use")
@@ -81,6 +82,8 @@ class RunSettings:
         make_governor(self.governor, self.verify_window)
         make_policy(self.eviction)
         make_predictor(self.prefetch)
+        if self.host_cache_size is not None:
+            parse_size(self.host_cache_size, whole=1)  # on a CPU, which has no such cache, nothing else would
         weights = (self.alpha, self.beta, self.gamma)
         checks = (
             (0 <= self.prefetch_window <= MAX_WINDOW, f"a prefetch window of 0 to {MAX_WINDOW}", self.prefetch_window),

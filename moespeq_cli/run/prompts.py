@@ -80,6 +80,8 @@ def from_jsonl(lines: TextIO, where: str) -> Iterator[Prompt]:
             continue
         try:
             value = json.loads(line)
+            if isinstance(value, dict):
+                json.dumps(value.get("id"), allow_nan=False)  # it goes out again, and JSON has no NaN
         except (ValueError, RecursionError) as error:
             raise _bad(where, number, f"{error}: {line.strip():.60}") from None
         if isinstance(value, str):

@@ -52,7 +52,7 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         checks = (
-            (0 <= self.temperature < float("inf"), "a --temperature of 0 or more", self.temperature),
+            (0 <= self.temperature < float("inf"), "a finite --temperature of 0 or more", self.temperature),
             (0 < self.top_p <= 1, "a --top-p above 0 and at most 1", self.top_p),
             (self.sample_top_k >= 0, "a --sample-top-k of 0 (all) or more", self.sample_top_k),
             (0 <= self.seed < 2**63, "a --seed from 0 to 2**63 - 1", self.seed),

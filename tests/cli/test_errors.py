@@ -145,6 +145,8 @@ def test_memory_that_is_not_there(moespeq: Command, tiny: Pack, monkeypatch: pyt
         (("--prefetch-window", "9999"), "9999"),
         (("--max-parallel-transfers", "65"), "65"),
         (("--prompt-file", "x.txt"), "both"),
+        (("--host-cache", "much"), "much"),
+        (("--temperature", "inf"), "a finite --temperature"),
     ],
 )
 def test_impossible_options(moespeq: Command, tiny: Pack, options: tuple[str, str], words: str) -> None:
@@ -160,7 +162,18 @@ def test_wrong_usage_is_status_2(moespeq: Command, tiny: Pack, options: tuple[st
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "17", '{"text": "a"}', '{"messages": []}', '{"prompt": 3}', "plain text", "null"]
+    "line",
+    [
+        "{",
+        "17",
+        '{"text": "a"}',
+        '{"messages": []}',
+        '{"prompt": 3}',
+        "plain text",
+        "null",
+        '{"prompt": "a", "id": NaN}',
+        '{"prompt": "a", "id": [-1e999]}',
+    ],
 )
 def test_line_that_is_no_prompt_is_named(moespeq: Command, tiny: Pack, tmp_path: Path, line: str) -> None:
     (tmp_path / "prompts.jsonl").write_text(f'"a"\n\n{line}\n"b"\n', encoding="utf-8")
