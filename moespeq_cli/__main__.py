@@ -1,5 +1,15 @@
-"""`python -m moespeq_cli`."""
+"""What `moespeq` and `python -m moespeq_cli` start."""
 
-from moespeq_cli.app import main
 
-main()
+def main() -> None:
+    """Run one command; Ctrl-C while its libraries are read ends it as it would a moment later."""
+    try:
+        from moespeq_cli.app import main as run
+
+        run()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -97,3 +98,16 @@ def test_decoding_runs_no_destructor(tiny: Pack, speculate: bool) -> None:
     finally:
         sys.setprofile(None)
     assert len(run.tokens) == 12 and not destroyed
+
+
+def test_an_interrupt_while_libraries_are_read_shows_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "moespeq_cli", "--version"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
