@@ -58,6 +58,8 @@ def pack(
     asked = profile is not None
     if profile is None and is_finished(artifacts / "profile"):
         profile = artifacts / "profile"
+    elif profile is None and (artifacts / "profile").is_dir():
+        console.note(f"{artifacts / 'profile'} is not finished: striping without it; repeat moespeq profile to use it")
     elif profile == Path("none"):
         profile = None
     source = quantized if quantized is not None else artifacts / "quantized"

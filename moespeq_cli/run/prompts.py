@@ -104,9 +104,10 @@ def _is_chat(value: Any) -> bool:
 
 def _bad(where: str, number: int, found: str) -> InputError:
     return InputError(
-        expected='{"prompt": "..."} or {"messages": [{"role": ..., "content": ...}]} ' + f"on line {number} of {where}",
+        expected='"...", {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}]} '
+        f"on line {number} of {where}",
         found=found,
-        mend="write one JSON object a line",
+        mend="write one of these a line, or pass plain text by --prompt or --prompt-file",
     )
 
 

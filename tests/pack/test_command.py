@@ -113,6 +113,15 @@ def test_profile_is_found_and_decides_striping(model: Path, artifacts: Path) -> 
     assert first[1] == 6  # the hottest comes first
 
 
+def test_a_profile_that_was_stopped_is_left_out_and_named(model: Path, artifacts: Path) -> None:
+    (artifacts / "profile").mkdir()
+    result = call("--model", model, "--artifacts", artifacts)
+    assert result.exit_code == 0
+    assert result.stderr.splitlines()[0] == (
+        f"{artifacts / 'profile'} is not finished: striping without it; repeat moespeq profile to use it"
+    )
+
+
 def test_verify_compares_with_sources_and_writes_nothing(model: Path, artifacts: Path) -> None:
     call("--model", model, "--artifacts", artifacts)
     before = {path: path.stat().st_mtime_ns for path in (artifacts / "pack").rglob("*")}
