@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ import yaml
 
 from moespeq_cli.profile.replay import Recording
 from runtime.artifacts.folder import write_guard
+from runtime.artifacts.manifest import by_rename
 from runtime.artifacts.profile import Profile
 from runtime.errors import ArtifactError, InputError
 from runtime.memory.clairvoyant import Replay, belady, replay
@@ -227,8 +227,7 @@ def write_yaml(found: Tuning, path: Path, source: str) -> None:
     }
     notes = [f"Found by moespeq profile --tune on {source}.", *lines(found)]
     text = "".join(f"# {note}\n" for note in notes) + yaml.safe_dump(body, sort_keys=False)
-    part = path.with_name(path.name + ".part")
     with write_guard("the deployment profile", path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
+        with by_rename(path) as part:
+            part.write_text(text, encoding="utf-8")

@@ -10,6 +10,7 @@ import os
 import sys
 import types
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,13 +49,19 @@ def sha256_file(path: Path) -> str:
 
 def write_json(path: Path, value: object) -> None:
     """Write JSON by rename, so that a reader sees the old file or the whole new one."""
+    with by_rename(path) as part, part.open("w", encoding="utf-8") as handle:
+        json.dump(value, handle, indent=2, sort_keys=True, ensure_ascii=False)
+        handle.write("\n")
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+@contextlib.contextmanager
+def by_rename(path: Path) -> Iterator[Path]:
+    """A file to write, which then takes the place of `path`; nothing of it is left where the system refuses."""
     part = path.with_name(path.name + ".part")
     try:
-        with part.open("w", encoding="utf-8") as handle:
-            json.dump(value, handle, indent=2, sort_keys=True, ensure_ascii=False)
-            handle.write("\n")
-            handle.flush()
-            os.fsync(handle.fileno())
+        yield part
         os.replace(part, path)
     except OSError:
         with contextlib.suppress(OSError):  # the first error is the one to tell
