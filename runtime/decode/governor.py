@@ -65,6 +65,10 @@ class Measured:
             return self._acceptance[place]
         return self._acceptance[-1] if self._acceptance else _PRIOR_ACCEPTANCE
 
+    def chances(self, most: int) -> list[float]:
+        """Probability that the first j proposals are right, by j from 0 to `most`."""
+        return list(accumulate(map(self.acceptance, range(most)), mul, initial=1.0))
+
 
 def _smooth(old: float, new: float) -> float:
     return new if old == 0 else old + _SMOOTHING * (new - old)
@@ -167,7 +171,7 @@ class Roofline:
         It looks at no more rows than it must: the host looks while the device stands still and no copy is started.
         """
         measured, most = situation.measured, min(self.most, situation.most)
-        chances = list(accumulate((measured.acceptance(place) for place in range(most)), mul, initial=1.0))
+        chances = measured.chances(most)
         best, best_rate, expected, most_tokens = 0, 0.0, 0.0, sum(chances)
         for j, chance in enumerate(chances):
             expected += chance
@@ -184,11 +188,8 @@ class Roofline:
         """The number with the most expected tokens a second, 0 included, when each costs a step of the draft."""
         if measured.draft_s == 0:
             return self.most
-        rates, expected, chain = [1 / measured.pass_s(1)], 1.0, 1.0
-        for j in range(1, self.most + 1):
-            chain *= measured.acceptance(j - 1)
-            expected += chain
-            rates.append(expected / (measured.pass_s(j + 1) + j * measured.draft_s))
+        expected = accumulate(measured.chances(self.most))
+        rates = [tokens / (measured.pass_s(j + 1) + j * measured.draft_s) for j, tokens in enumerate(expected)]
         return rates.index(max(rates))
 
     def observe(self, tried: int, accepted: int) -> None:

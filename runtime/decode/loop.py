@@ -8,7 +8,6 @@ The tail is what prefetch and eviction see; the short verification wastes no byt
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
@@ -206,7 +205,7 @@ class SpeculativeLoop:
         It looks at no more rows than it takes to know: nobody starts copies meanwhile.
         """
         missing_bytes, measured = _MissingBytes(self._experts, tail.routes), self._measured
-        kept = math.prod(measured.acceptance(place) for place in range(len(tail.proposals)))
+        kept = measured.chances(len(tail.proposals))[-1]
         lost_bytes = (1 - kept) * _MORE_STEPS * measured.draft_s * self._stats.cache.bytes_per_s
         return kept > 0 and any(missing_bytes(j) > lost_bytes for j in range(min(most + 1, len(tail.routes))))
 
