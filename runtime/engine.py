@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ from runtime.memory.plan import MemoryPlan
 from runtime.memory.predict import make_predictor
 from runtime.memory.slots import SlotPool
 from runtime.memory.store import RecordStore
+from runtime.memory.window import rows_to_fetch
 from runtime.model.families import MoeSpec
 from runtime.model.host import Host
 from runtime.model.rowwise import MAX_ROWS
@@ -145,11 +145,13 @@ class BaseEngine(ABC):
             stats=self.stats,
             measured=self._measured,
         )
+        slots = self.plan.num_slots / len(self.spec.moe_layers)
+        fetch_rows = rows_to_fetch(settings.fetch_rows, slots, self.spec.num_experts, self.spec.top_k)
         limits = LoopSettings(
             max_new_tokens=room,
             stop_ids=request.stop_ids,
             prefetch_window=settings.prefetch_window if draft is not None else 0,
-            fetch_rows=0 if settings.prefetch == "none" else self._fetch_rows(),
+            fetch_rows=0 if settings.prefetch == "none" else fetch_rows,
             max_rows=self.max_rows,
         )
         started = time.perf_counter()
@@ -160,14 +162,6 @@ class BaseEngine(ABC):
         finally:
             self.stats.total_s += time.perf_counter() - started
             cache.rest()
-
-    def _fetch_rows(self) -> int | None:
-        """Rows to fetch ahead: as set, but no more than have slots side by side, and the next one."""
-        spec, asked = self.spec, self.settings.fetch_rows
-        most = rows_with_slots(self.plan.num_slots / len(spec.moe_layers), spec.num_experts, spec.top_k)
-        if most is None:
-            return asked
-        return most + 1 if asked is None else min(most + 1, asked)
 
     def _begin(self, request: Request) -> int:
         """Check a request and start its KV cache; returns how many tokens may be generated."""
@@ -237,19 +231,6 @@ class BaseEngine(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def rows_with_slots(slots: float, num_experts: int, top_k: int) -> int | None:
-    """Rows whose experts find so many slots a layer, those that rows share counted once; None means any number.
-
-    Of evenly used experts n rows leave (1 - top_k / num_experts) ** n of a layer untouched. More fit where rows are
-    more alike.
-    """
-    if slots >= num_experts:
-        return None
-    if top_k >= num_experts:
-        return 0
-    return int(math.log1p(-slots / num_experts) / math.log1p(-top_k / num_experts) + 1e-9)
 
 
 class Engine(BaseEngine):

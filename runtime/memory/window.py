@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -147,3 +148,30 @@ class Window:
                 self._moved.append(key)
         self._pass_end = rows[-1].end
         return Step(rows[0].start, keys, rows[-1].end)
+
+
+def rows_to_fetch(asked: int | None, slots: float, num_experts: int, top_k: int) -> int | None:
+    """Rows to fetch ahead: as asked, but no more than have slots side by side, and the next one.
+
+    Args:
+        asked: None means any number, as it does in what is returned.
+        slots, num_experts: of a layer.
+        top_k: experts of a row.
+    """
+    most = rows_with_slots(slots, num_experts, top_k)
+    if most is None:
+        return asked
+    return most + 1 if asked is None else min(most + 1, asked)
+
+
+def rows_with_slots(slots: float, num_experts: int, top_k: int) -> int | None:
+    """Rows whose experts find so many slots a layer, those that rows share counted once; None means any number.
+
+    Of evenly used experts n rows leave (1 - top_k / num_experts) ** n of a layer untouched. More fit where rows are
+    more alike.
+    """
+    if slots >= num_experts:
+        return None
+    if top_k >= num_experts:
+        return 0
+    return int(math.log1p(-slots / num_experts) / math.log1p(-top_k / num_experts) + 1e-9)

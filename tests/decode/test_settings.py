@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from runtime.config import RunSettings, load_profile, make_settings
-from runtime.engine import rows_with_slots
 from runtime.errors import InputError
 from runtime.kernels.fused_config import FusedConfig
+from runtime.memory.window import rows_with_slots
 
 
 @pytest.fixture

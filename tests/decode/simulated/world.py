@@ -14,13 +14,13 @@ import torch
 from runtime.decode.governor import Governor, Measured
 from runtime.decode.loop import LoopSettings, Route, SpeculativeLoop, nothing
 from runtime.decode.sampling import Chooser, Proposal, SamplingSettings, Scores
-from runtime.engine import rows_with_slots
 from runtime.gpu.target import ROWS
 from runtime.memory.cache import ExpertCache
 from runtime.memory.eviction import make_policy
 from runtime.memory.location import ExpertKey
 from runtime.memory.predict import make_predictor
 from runtime.memory.stream import Hold
+from runtime.memory.window import rows_to_fetch
 from runtime.stats import DecodeStats
 from tests.decode.simulated.clock import Clock, in_virtual_time
 from tests.decode.simulated.constants import H200, Costs, Model
@@ -287,12 +287,11 @@ class World:
 
 def decode(world: World, run: Run, governor: Governor) -> list[int]:
     """The text that the loop gives; `world` is as it left it."""
-    most = rows_with_slots(run.slots / run.model.layers, run.model.experts, run.model.top_k)
     limits = LoopSettings(
         max_new_tokens=run.tokens,
         stop_ids=frozenset(),
         prefetch_window=run.window,
-        fetch_rows=run.fetch_rows if most is None else min(run.fetch_rows, most + 1),
+        fetch_rows=rows_to_fetch(run.fetch_rows, run.slots / run.model.layers, run.model.experts, run.model.top_k),
         max_rows=ROWS,
     )
     loop = SpeculativeLoop(
