@@ -284,7 +284,7 @@ class Cuda:
     def forget_peak(self) -> None:
         """See `Accelerator`."""
         gc.collect()
-        torch.cuda.synchronize(self.device)
+        self.catch_up()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -301,7 +301,7 @@ class Cuda:
 
     def let_go(self) -> None:
         """See `Accelerator`."""
-        torch.cuda.synchronize(self.device)  # an interrupt may have left one running
+        self.catch_up()  # an interrupt may have left one running
         torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for every stream that ever had a product
         self._anchor, self._memory = None, torch.cuda.graph_pool_handle()
 
@@ -359,7 +359,7 @@ class Cuda:
                 places.append(place)
                 begin()
 
-        torch.cuda.synchronize(self.device)
+        self.catch_up()
         with self.active(), _no_collection():
             begin()
             try:

@@ -17,6 +17,11 @@ class Packs(NamedTuple):
     residual: Pack
 
 
+def packs_of(source: Path, quantized: Path, folder: Path) -> Packs:
+    """Of a model and its draft."""
+    return Packs(*(make_pack(source, quantized, folder / name, encoding=name) for name in ("raw", "residual")))
+
+
 def both_packs(folder: Path, kind: str, **overrides: Any) -> Packs:
     """Experts of 128 x 128 weights, the smallest whose residual records are shorter."""
     inner = "moe_intermediate_size" if hasattr(make_config(kind), "moe_intermediate_size") else "intermediate_size"
@@ -24,7 +29,7 @@ def both_packs(folder: Path, kind: str, **overrides: Any) -> Packs:
     sizes = {"hidden_size": 128, inner: 128} | heads | overrides
     source = save_model(make_model(kind, dtype=torch.bfloat16, **sizes), folder / "model")
     quantized = save_quantized(source, folder / "quantized")
-    made = Packs(*(make_pack(source, quantized, folder / name, encoding=name) for name in ("raw", "residual")))
+    made = packs_of(source, quantized, folder)
     encodings = {entry.encoding for entry in made.residual.records["target"].values()}
     assert encodings == {"residual"}
     return made

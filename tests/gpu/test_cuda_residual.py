@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +18,10 @@ from runtime.engine import Request
 from runtime.errors import ArtifactError
 from runtime.gpu.engine import GpuEngine
 from runtime.model.tokenizer import load_tokenizer
+from tests.gpu.residual_packs import Packs, packs_of
 from tests.gpu.runs import Logits, engine_on_gpu, say
 from tests.gpu.test_residual_run import corrupted, slot_bytes, used_experts
-from tests.pack.fixtures import make_pack, save_quantized
+from tests.pack.fixtures import save_quantized
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,14 +33,8 @@ CONTEXT = 512
 RAW = {(1, 3), (1, 9), *((4, expert) for expert in range(16))}  # in the mixed packs
 
 
-class Packs(NamedTuple):
-    raw: Pack
-    residual: Pack
-
-
-def packs_of(model: Path, folder: Path, group_size: int) -> Packs:
-    quantized = save_quantized(model, folder / "quantized", group_size)
-    return Packs(*(make_pack(model, quantized, folder / name, encoding=name) for name in ("raw", "residual")))
+def in_groups(model: Path, folder: Path, group_size: int) -> Packs:
+    return packs_of(model, save_quantized(model, folder / "quantized", group_size), folder)
 
 
 def with_wild(folder: Path) -> Path:
@@ -59,8 +54,8 @@ def with_wild(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Packs]:
     folder = tmp_path_factory.mktemp("residual")
-    made = {f"g{size}": packs_of(checkpoint_path(), folder / str(size), size) for size in (32, 128)}
-    made["mixed"] = packs_of(with_wild(folder / "wild"), folder / "mixed", 32)
+    made = {f"g{size}": in_groups(checkpoint_path(), folder / str(size), size) for size in (32, 128)}
+    made["mixed"] = in_groups(with_wild(folder / "wild"), folder / "mixed", 32)
     found = {key for key, entry in made["mixed"].residual.records["target"].items() if entry.encoding == "raw"}
     assert found == RAW and all(made[name].residual.leans_on_draft for name in made)
     return made

@@ -33,10 +33,10 @@ from runtime.kernels import device
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.shape import ExpertShape, WeightForm
 from tests.decode.packs import prompt_of
-from tests.gpu.residual_packs import Packs
+from tests.gpu.residual_packs import Packs, packs_of
 from tests.gpu.runs import Logits, say
 from tests.gpu.stand_in import HostPool, TorchResidual, open_gpu
-from tests.pack.fixtures import make_pack, save_quantized
+from tests.pack.fixtures import save_quantized
 from tests.pack.test_damage import change_index
 from tests.tiny import make_model, save_model
 
@@ -58,7 +58,7 @@ def build(folder: Path, wild: set[tuple[int, int]] | None = None, wide_layers: t
                 weights[expert, :, torch.arange(128) % 32 != 0] *= 1e-20
     source = save_model(model, folder / "model")
     quantized = save_quantized(source, folder / "quantized", wide_layers=wide_layers)
-    return Packs(*(make_pack(source, quantized, folder / name, encoding=name) for name in ("raw", "residual")))
+    return packs_of(source, quantized, folder)
 
 
 @pytest.fixture(scope="module")
