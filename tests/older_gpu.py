@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -64,12 +63,6 @@ def _ptx_file(source: Source, arch: str) -> Path:
 
 
 def _run_nvrtc(name: str, text: str, chosen: tuple[str, ...]) -> bytes:
-    with compiling._cupy() as cupy:
-        nvrtc: Any = cupy.cuda.nvrtc
-        program = nvrtc.createProgram(text, name, [], [])
-        try:
-            nvrtc.compileProgram(program, chosen)
-            ptx: str | bytes = nvrtc.getPTX(program)
-        finally:
-            nvrtc.destroyProgram(program)
+    with compiling._cupy() as cupy, compiling._program(cupy.cuda.nvrtc, name, text, chosen) as program:
+        ptx: str | bytes = cupy.cuda.nvrtc.getPTX(program)
     return ptx if isinstance(ptx, bytes) else ptx.encode()

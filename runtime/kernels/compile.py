@@ -190,10 +190,17 @@ def _read(source: Source) -> str:
 
 
 def _run_nvrtc(nvrtc: Any, name: str, text: str, chosen: tuple[str, ...]) -> Cubin:
+    with _program(nvrtc, name, text, chosen) as program:
+        return read_cubin(with_its_end(nvrtc.getCUBIN(program)), nvrtc.getProgramLog(program))
+
+
+@contextmanager
+def _program(nvrtc: Any, name: str, text: str, chosen: tuple[str, ...]) -> Iterator[Any]:
+    """What NVRTC has compiled, to take code and log from."""
     program = nvrtc.createProgram(text, name, [], [])
     try:
         nvrtc.compileProgram(program, chosen)
-        return read_cubin(with_its_end(nvrtc.getCUBIN(program)), nvrtc.getProgramLog(program))
+        yield program
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program).strip("\0 \n")
         raise KernelError(
