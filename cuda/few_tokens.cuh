@@ -150,16 +150,12 @@ __device__ __forceinline__ void make_short_list(const Args& args, int lane) {
 
 // Lists for a block whose other threads wait at LISTED: by its last COUNT, from FIRST on, which meet at BARRIER, or by the first warp of these
 template <int FIRST, int COUNT, int BARRIER, int LISTED> __device__ __forceinline__ void list_for_block(const Args& args, int warp, int lane) {
-  if (!is_short_list(args)) {
-    make_list<FIRST, COUNT, BARRIER>(args);
-    barrier_pass<FIRST + COUNT>(LISTED);
-  } else {
-    if (warp == FIRST / 32) {
-      make_short_list(args, lane);
-      barrier_pass<COUNT>(BARRIER);
-    } else barrier_of<COUNT>(BARRIER);
-    barrier_pass<FIRST + COUNT>(LISTED);
-  }
+  if (!is_short_list(args)) make_list<FIRST, COUNT, BARRIER>(args);
+  else if (warp == FIRST / 32) {
+    make_short_list(args, lane);
+    barrier_pass<COUNT>(BARRIER);
+  } else barrier_of<COUNT>(BARRIER);
+  barrier_pass<FIRST + COUNT>(LISTED);
 }
 
 // acc += unit of codes (16 rows x 128 k) * tokens, in FP32; after(i) is called when piece i of b, 32 k, is used for the last time

@@ -280,8 +280,8 @@ FAULTS = {
     ),
     "a barrier that others expect fewer at": (
         True,
-        "      barrier_pass<COUNT>(BARRIER);\n",
-        "      barrier_pass<FIRST + COUNT>(BARRIER);\n",
+        "    barrier_pass<COUNT>(BARRIER);\n",
+        "    barrier_pass<FIRST + COUNT>(BARRIER);\n",
         "different numbers of threads",
     ),
     "one buffer for a team's sums": (False, "(tiles & 1)", "0", "error"),
