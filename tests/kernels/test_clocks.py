@@ -16,7 +16,7 @@ from runtime.kernels.fused import plan
 from runtime.kernels.fused_config import FusedConfig
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.shape import ExpertShape, WeightForm
-from tests.kernels.clocks import BLOCKS, CLOCKS, NUMBERS, table, with_clocks
+from tests.kernels.clocks import AHEAD, BLOCKS, CLOCKS, NUMBERS, table, with_clocks
 
 SHAPE = ExpertShape(60, 4, 2048, 1408)
 
@@ -54,10 +54,11 @@ def test_a_place_that_is_gone_is_told(tmp_path: Path) -> None:
         with_clocks(folder, tmp_path / "clocked")
 
 
-def test_cycles_count_from_the_begin_of_a_block() -> None:
+def test_times_count_from_the_end_of_the_call_ahead() -> None:
     stamps = np.zeros((BLOCKS, NUMBERS), np.uint32)
-    stamps[:3, 0] = (100, 2**32 - 50, 0)
-    stamps[:3, 1] = (110, 20, 30)
+    stamps[:3, AHEAD] = (2**32 - 60, 2**32 - 100, 0)  # the third block has no rows, and no end
+    stamps[:3, 0] = (2**32 - 70, 2**32 - 50, 1)
+    stamps[:3, 1] = (10, 20, 0)
     rows = table("moe_codes.cu", stamps, 3)
-    assert rows[0] == ("begins", 0, 0, 0)
-    assert rows[1] == ("kernel ahead over", 30, 10, 70)
+    assert rows[0] == ("begins", 10, -10, 61)
+    assert rows[1] == ("kernel ahead over", 75, 70, 80)

@@ -5,7 +5,7 @@
         --geometry qwen1.5-moe --form int4,bf16,residual --tokens 1,6,16 --rounds 2 --clocks --json versions.json
 
 Each version is measured `--rounds` times, in turn: microseconds a call as `moespeq bench kernels` takes them, median
-(10-90 %). With `--clocks` also the cycles of the last call of such a graph (`tests/kernels/clocks.py`). Nothing is
+(10-90 %). With `--clocks` also the times within the last call of such a graph (`tests/kernels/clocks.py`). Nothing is
 checked: run `pytest -m gpu tests/kernels` for that.
 """
 
@@ -58,9 +58,9 @@ def main() -> None:
             medians = (f"{name} {', '.join(f'{one.median_us:.2f}' for one in some)}" for name, some in times.items())
             print(form, tokens, "; ".join(medians))
             if asked.clocks:
-                row["cycles"] = {name: _clocked(folder, timed) for name, folder in asked.versions.items()}
-                for name, cycles in row["cycles"].items():
-                    print(f"  {name}: {'; '.join(f'{at} {m} ({low}-{high})' for at, m, low, high in cycles)}")
+                row["ns"] = {name: _clocked(folder, timed) for name, folder in asked.versions.items()}
+                for name, times_ns in row["ns"].items():
+                    print(f"  {name}: {'; '.join(f'{at} {m} ({low}-{high})' for at, m, low, high in times_ns)}")
             rows.append(row)
     if asked.json:
         result = {
@@ -135,6 +135,7 @@ def _clocked(folder: Path, timed: Timed) -> list[tuple[str, int, int, int]]:
             timed()
         finally:
             fused.load = real
+            _use(folder)
     (module,) = (one for one in loaded if one.source.name in CLOCKS)
     stamps = cupy.ndarray((BLOCKS, NUMBERS), np.uint32, module.raw.get_global("stamps")).get()
     blocks = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
