@@ -59,11 +59,14 @@
 #define PRODUCER COMPUTE                                       // the first of a team each
 #define KEEP (!GATHER && OWN_UNITS * B_REGS <= KEEP_REGS)
 #define RED_BUFFERS 2
+#define H_PITCH (UNITS2 * UNIT_K * 2)                          // of an entry's h where a single token's lies in shared memory
+#define H_SHARED (TOP_K * H_PITCH <= X_BYTES - X_PITCH)        // behind that token's x
 
 #define RINGS (TEAMS * STAGES)
 #define X_PITCH (UNITS1 * UNIT_K * 2 + 64)
 #define X_BYTES (KEEP ? 0 : MAX_PAIRS / TOP_K * X_PITCH)
 #define OFF_X (RINGS * STAGE_BYTES)                                     // bf16 [tokens][X_PITCH / 2]
+#define OFF_H (OFF_X + X_PITCH)                                         // bf16 [TOP_K][H_PITCH / 2], once x is there: see H_SHARED
 #define OFF_RED (OFF_X + X_BYTES)                                       // f32x4 [TEAMS][RED_BUFFERS][TEAM][32]
 #define OFF_PART (OFF_RED + TEAMS * RED_BUFFERS * TEAM * 512)           // f32 [PARTS][MAX_PAIRS][16]
 #define OFF_BARRIER (OFF_PART + PARTS * MAX_PAIRS * 64)                 // u64: full, empty [TEAMS][STAGES]; red full, red empty [TEAMS][RED_BUFFERS]
@@ -132,6 +135,33 @@ __device__ __forceinline__ void await_h(u32* r, const u16* at, int k) {
     for (int i = 0; i < 4; i++) all = all && r[4 * i] != 0xffffffffu;
     if (all) break;
     load_h(r, at, k);
+  }
+}
+
+// A single token's h of all entries to shared memory, by the compute warps, zeros behind their ends
+__device__ __forceinline__ void hold_h(const Args& args, int num_active, u32 parity) {
+  constexpr int PIECES = H_PITCH / 16, AT_ONCE = 4;
+  const u16* h = args.h + (u64)parity * MAX_PAIRS * INTER;
+#pragma unroll 1
+  for (int first = threadIdx.x; first < num_active * PIECES; first += AT_ONCE * COMPUTE * 32) {
+    uint4 v[AT_ONCE];
+    bool all;
+    do {                          // as in await_h
+      all = true;
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        const int n = first + i * COMPUTE * 32, entry = n / PIECES, piece = n - entry * PIECES;
+        v[i] = make_uint4(0, 0, 0, 0);
+        if (n < num_active * PIECES && piece * 8 < INTER) v[i] = load_shared_by_grid(h + (u64)active_list()[entry].y * INTER + piece * 8);
+      }
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) all = all && v[i].x != 0xffffffffu;
+    } while (!all);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int n = first + i * COMPUTE * 32;
+      if (n < num_active * PIECES) *(uint4*)(smem + OFF_H + n * 16) = v[i];
+    }
   }
 }
 
@@ -307,6 +337,54 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
   }
   // ---- phase 2: the first stage is there already. The units of the team's entries, one after the other, go to its members in turn.
   const int units = share_of<TEAMS>(num_active, team) * UNITS2;
+  bool there = true;
+  auto next_stage = [&]() {
+    if (!there) barrier_wait(full + at.slot * 8, at.parity);
+    there = false;
+    return ring + at.slot * STAGE_BYTES + member * UNIT_BYTES;
+  };
+  auto leave_stage = [&]() {
+    barrier_arrive(empty + at.slot * 8);
+    at.next();
+  };
+  auto put_part = [&](int entry, int part, float* acc) {          // sums of an entry of the team, which begin anew
+    const int r = me.lane / 4;
+    const u32 two = *(const u32*)(active_pairs() + (entry * TEAMS + team) * COLUMNS + (me.lane % 4) * 2), low = two & 0xffffu, high = two >> 16;
+    float* sums = (float*)(smem + OFF_PART) + part * (MAX_PAIRS * 16) + r;
+    if (low != NO_PAIR) sums[low * 16] = acc[0], sums[low * 16 + 8] = acc[2];
+    if (high != NO_PAIR) sums[high * 16] = acc[1], sums[high * 16 + 8] = acc[3];
+    acc[0] = acc[1] = acc[2] = acc[3] = 0.f;
+  };
+  auto finish_tile = [&](int rt) {
+    barrier_of<COMPUTE * 32>(1);
+    finish_rows<COMPUTE * 32>(args, rt);
+    if (rt + (int)gridDim.x < TILES2) barrier_of<COMPUTE * 32>(1);   // the sums of the next rows come to the same place
+  };
+  if (H_SHARED && args.num_tokens == 1) {                         // all of h to shared memory, once for all rows
+    hold_h(args, num_active, parity);
+    barrier_of<COMPUTE * 32>(1);
+    const u32 tokens = shared + OFF_H + team * H_PITCH + k0 * 2;
+#pragma unroll 1
+    for (int rt = blockIdx.x; rt < TILES2; rt += gridDim.x) {
+      float acc[4] = {0.f, 0.f, 0.f, 0.f};
+      int e = 0, u = member;
+#pragma unroll 1
+      for (int first = 0; first < units; first += STAGE_UNITS) {
+        u32 at_unit = next_stage();
+#pragma unroll 1
+        for (int n = first + member; n < min(first + STAGE_UNITS, units); n += TEAM, u += TEAM, at_unit += TEAM * UNIT_BYTES) {
+          while (u >= UNITS2) u -= UNITS2, e++;
+          u32 token[B_REGS];
+          load_x_shared(token, tokens + e * (TEAMS * H_PITCH) + u * (UNIT_K * 2));
+          multiply_codes(at_unit, me.lane, token, acc, [](int) {});
+          if (u + TEAM >= UNITS2) put_part(e, u % TEAM, acc);
+        }
+        leave_stage();
+      }
+      finish_tile(rt);
+    }
+    return;
+  }
   u32 hb[2][B_REGS];                                              // tokens of this unit, and those of the next one under way
   const u8* h = (const u8*)(args.h + (u64)parity * MAX_PAIRS * INTER + k0);
   const u8* from = h;                                             // where the coming ones are
@@ -322,15 +400,12 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
   };
   fold();
   if (member < units) aim(hb[0]);
-  bool there = true;
 #pragma unroll 1
   for (int rt = blockIdx.x; rt < TILES2; rt += gridDim.x) {
     float acc[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
     for (int left = units; left > 0; left -= STAGE_UNITS) {      // units of the team in these rows
-      if (!there) barrier_wait(full + at.slot * 8, at.parity);
-      there = false;
-      const u32 unit0 = ring + at.slot * STAGE_BYTES + member * UNIT_BYTES;
+      const u32 unit0 = next_stage();
 #pragma unroll
       for (int i = 0; i < CHUNKS; i++) {
         if (i * TEAM + member >= left) {
@@ -349,21 +424,11 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
         aim(hb[(i + 1) % 2]);
         __syncwarp();
         multiply_codes(unit0 + i * (TEAM * UNIT_BYTES), me.lane, hb[i % 2], acc, [](int) {});
-        if (u + TEAM >= UNITS2) {                                 // the last of its part
-          const int r = me.lane / 4;
-          const u32 two = *(const u32*)(active_pairs() + (e * TEAMS + team) * COLUMNS + (me.lane % 4) * 2), low = two & 0xffffu, high = two >> 16;
-          float* sums = (float*)(smem + OFF_PART) + u % TEAM * (MAX_PAIRS * 16) + r;
-          if (low != NO_PAIR) sums[low * 16] = acc[0], sums[low * 16 + 8] = acc[2];
-          if (high != NO_PAIR) sums[high * 16] = acc[1], sums[high * 16 + 8] = acc[3];
-          acc[0] = acc[1] = acc[2] = acc[3] = 0.f;
-        }
+        if (u + TEAM >= UNITS2) put_part(e, u % TEAM, acc);       // the last of its part
       }
-      barrier_arrive(empty + at.slot * 8);
-      at.next();
+      leave_stage();
     }
-    barrier_of<COMPUTE * 32>(1);
-    finish_rows<COMPUTE * 32>(args, rt);
-    if (rt + (int)gridDim.x < TILES2) barrier_of<COMPUTE * 32>(1);   // the sums of the next rows come to the same place
+    finish_tile(rt);
   }
 }
 
@@ -377,14 +442,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_codes(
   Warp me;
   me.warp = threadIdx.x / 32, me.lane = threadIdx.x % 32;
   const u32 shared = shared_address(smem);
+  if (me.warp == PRODUCER) prefetch_choices(args, me.lane);
   for (int e = threadIdx.x; e < NUM_EXPERTS; e += THREADS) masks()[e] = 0;
   for (int i = threadIdx.x; i < MAX_ACTIVE * COLUMNS; i += THREADS) active_pairs()[i] = NO_PAIR;
-  for (int i = threadIdx.x; i < NUM_BARRIERS; i += THREADS) {
-    const int red = i - 2 * RINGS;
-    barrier_init(shared + OFF_BARRIER + i * 8, i < RINGS ? 1 : red < TEAMS * RED_BUFFERS ? TEAM * 32 : 32);   // full; empty and sums there; sums read
-  }
+  init_barriers<WARPS>(shared + OFF_BARRIER, NUM_BARRIERS, me.warp, me.lane, [](int i) {   // full; empty and sums there; sums read
+    return i < RINGS ? 1 : i < 2 * RINGS + TEAMS * RED_BUFFERS ? TEAM * 32 : 32;
+  });
   barriers_ready();
-  if (me.warp == PRODUCER) prefetch_choices(args, me.lane);
   __syncthreads();
   if (BESIDE) let_next_kernel_start();
   wait_for_previous_kernel();

@@ -502,15 +502,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_residual(
   Warp me;
   me.warp = threadIdx.x / 32, me.lane = threadIdx.x % 32;
   const u32 shared = shared_address(smem);
+  if (me.warp == PRODUCER) prefetch_choices(args, me.lane);
   for (int e = threadIdx.x; e < NUM_EXPERTS; e += THREADS) masks()[e] = 0;
   for (int i = threadIdx.x; i < MAX_ACTIVE * COLUMNS; i += THREADS) active_pairs()[i] = NO_PAIR;
-  for (int i = threadIdx.x; i < NUM_BARRIERS; i += THREADS) {
-    const int out = i - SLOTS, red = out - SLOTS;   // full; empty; sums there; sums read
-    barrier_init(shared + OFF_BARRIER + i * 8, out < 0 ? 1 : red < 0 ? ARRIVALS : red < SUMS ? TEAM * 32 : 32);
-  }
+  init_barriers<THREADS / 32>(shared + OFF_BARRIER, NUM_BARRIERS, me.warp, me.lane, [](int i) {   // full; empty; sums there; sums read
+    const int out = i - SLOTS, red = out - SLOTS;
+    return out < 0 ? 1 : red < 0 ? ARRIVALS : red < SUMS ? TEAM * 32 : 32;
+  });
   fill_choices<THREADS>(shared + OFF_CHOICES, threadIdx.x);
   barriers_ready();
-  if (me.warp == PRODUCER) prefetch_choices(args, me.lane);
   __syncthreads();
   wait_for_previous_kernel();
   if (me.warp < COMPUTE) {

@@ -238,14 +238,19 @@ template <int PHASE> struct Column {
 #pragma unroll
     for (int i = 0; i < UNIT_K / 32; i++) load(r, unit, i);
   }
-  // Loads again until all of h that this lane wants is written: 16 bytes that are not are all ones
-  __device__ __forceinline__ void await(u32* r, int unit) const {
+  // Loads n units again until all of h that this lane wants is written: 16 bytes that are not are all ones. All at once, as each time costs a
+  // way to the L2 and back.
+  __device__ __forceinline__ void await(u32 (*b)[B_REGS], int n) const {
     while (true) {
       bool all = true;
 #pragma unroll
-      for (int i = 0; i < UNIT_K / 32; i++) all = all && r[4 * i] != 0xffffffffu;
+      for (int u = 0; u < CHUNK; u++)
+#pragma unroll
+        for (int i = 0; i < UNIT_K / 32; i++) all = all && (u >= n || b[u][4 * i] != 0xffffffffu);
       if (all) break;
-      load(r, unit);
+#pragma unroll
+      for (int u = 0; u < CHUNK; u++)
+        if (u < n) load(b[u], u);
     }
   }
 };
@@ -270,13 +275,13 @@ template <class AFTER> __device__ __forceinline__ void multiply(u32 unit, int la
 // following stage, `next_n` units, as soon as it is used (next_n 0: it is left as it is).
 template <int PHASE> __device__ __forceinline__ void multiply_chunk(u32 place, int lane, int n, u32 (*b)[B_REGS], float* acc, const Column<PHASE>& column, int next_n,
                                                                     const Column<PHASE>& next) {
+  if (PHASE == 2) {
+    column.await(b, n);
+    __syncwarp();
+  }
 #pragma unroll
   for (int u = 0; u < CHUNK; u++) {
     if (u < n) {
-      if (PHASE == 2) {
-        column.await(b[u], u);
-        __syncwarp();
-      }
       multiply(place + u * UNIT_BYTES, lane, b[u], acc, [&](int i) { if (u < next_n) next.load(b[u], u, i); });
     } else if (u < next_n) next.load(b[u], u);
   }
@@ -325,10 +330,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_small(
   const u32 shared = shared_address(smem), ring = shared + me.warp * (STAGES * STAGE_BYTES);
   const u32 notes = shared + OFF_NOTE + me.warp * STAGES * 16;
   me.queue = shared + OFF_QUEUE + me.team * QUEUE * 4, me.queued = shared + OFF_BARRIER + me.team * QUEUE * 8;
-  for (int e = threadIdx.x; e < NUM_EXPERTS; e += THREADS) masks()[e] = 0;
-  for (int i = threadIdx.x; i < TEAMS * QUEUE; i += THREADS) barrier_init(shared + OFF_BARRIER + i * 8, 1);
-  for (int i = threadIdx.x; i < MAX_ACTIVE * COLUMNS; i += THREADS) active_pairs()[i] = NO_PAIR;
   if (me.warp == 0) prefetch_choices(args, me.lane);
+  for (int e = threadIdx.x; e < NUM_EXPERTS; e += THREADS) masks()[e] = 0;
+  init_barriers<WARPS>(shared + OFF_BARRIER, TEAMS * QUEUE, me.warp, me.lane, [](int) { return 1; });
+  for (int i = threadIdx.x; i < MAX_ACTIVE * COLUMNS; i += THREADS) active_pairs()[i] = NO_PAIR;
   __syncthreads();
   wait_for_previous_kernel();
   const bool leader = me.member == 0 && me.lane == 0;

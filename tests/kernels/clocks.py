@@ -134,4 +134,4 @@ def table(kernel: str, stamps: npt.NDArray[np.uint32], blocks: int) -> Sequence[
     since = (times - ends[0] + wrap // 2) % wrap
     since -= ((ends - ends[0] + wrap // 2) % wrap).max()
     columns = [(clock.name, since[times[:, number] > 0, number]) for number, clock in enumerate(CLOCKS[kernel])]
-    return [(name, int(np.median(column)), int(column.min()), int(column.max())) for name, column in columns]
+    return [(name, int(np.median(seen)), int(seen.min()), int(seen.max())) for name, seen in columns if len(seen)]

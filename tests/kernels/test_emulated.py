@@ -238,7 +238,7 @@ FAULTS = {
         "    const int2 note",
         "bytes expected of a phase",
     ),
-    "no wait for h": (False, "column.await(b[u], u);", "", "error"),
+    "no wait for h": (False, "column.await(b, n);", "", "error"),
     "no wait for a claim": (
         False,
         "    barrier_wait(queued + ordinal % QUEUE * 8, ordinal / QUEUE & 1);\n",
