@@ -137,7 +137,7 @@ __device__ __forceinline__ void make_short_list(const Args& args, int lane) {
     }
   } else slot = slot_of(e);
   const bool here = mine && slot >= 0;
-  const u32 same = __match_any_sync(~0u, here ? (int)e : -1 - lane);
+  const u32 same = __match_any_sync(~0u, here ? (int)e : -1);
   const int first = __ffs(same) - 1;
   const u32 firsts = __ballot_sync(~0u, here && first == lane);
   const int entry = __popc(firsts & ((1u << first) - 1));

@@ -370,14 +370,16 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
       int e = 0, u = member;
 #pragma unroll 1
       for (int first = 0; first < units; first += STAGE_UNITS) {
-        u32 at_unit = next_stage();
-#pragma unroll 1
-        for (int n = first + member; n < min(first + STAGE_UNITS, units); n += TEAM, u += TEAM, at_unit += TEAM * UNIT_BYTES) {
+        const u32 unit0 = next_stage();
+#pragma unroll
+        for (int i = 0; i < CHUNKS; i++) {
+          if (first + i * TEAM + member >= units) break;
           while (u >= UNITS2) u -= UNITS2, e++;
           u32 token[B_REGS];
           load_x_shared(token, tokens + e * (TEAMS * H_PITCH) + u * (UNIT_K * 2));
-          multiply_codes(at_unit, me.lane, token, acc, [](int) {});
+          multiply_codes(unit0 + i * (TEAM * UNIT_BYTES), me.lane, token, acc, [](int) {});
           if (u + TEAM >= UNITS2) put_part(e, u % TEAM, acc);
+          u += TEAM;
         }
         leave_stage();
       }

@@ -56,6 +56,9 @@
 #define THREADS (WARPS * 32)
 #define TEAMS (WARPS / TEAM)
 #define KEEP (!GATHER && (UNITS1 + TEAM - 1) / TEAM <= CHUNK)   // a warp's part of x stays in registers for all of phase 1
+#ifndef FEW_TILES
+#define FEW_TILES 3    // of a team
+#endif
 #define QUEUE 32       // claims a team remembers; its warps are never further apart
 #define B_REGS (UNIT_K / 8)
 
@@ -362,7 +365,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_small(
   Source source;
   int fill = 0;
   copied.phase = 1, source.unit = source.end = 0;
-  auto copy_next = [&]() {        // fills the next stage and its note; phase 0 in the note: there is no more
+  // With few tiles the blocks that have one more than others are late, and what the others copy for down makes them later. So then a warp leaves
+  // its stages empty until its tiles are done.
+  const bool few_tiles = me.num_active * TILES1 <= FEW_TILES * TEAMS * (int)gridDim.x;
+  auto copy_next = [&](bool hold) {   // fills the next stage and its note; phase 0 in the note: there is no more
     if (source.unit >= source.end && copied.phase) {
       if (in_flight) me.publish(walk.ordinal, claim), check(claim), in_flight = false;
       const bool claiming = copied.phase == 1;
@@ -370,14 +376,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_small(
       if (leader && claiming && copied.phase == 1) claim = atomic_add_later(state, 1, me.lane), in_flight = true;
       if (copied.phase) source = source_of(args, me, copied);
     }
-    const int n = min(CHUNK, source.end - source.unit);   // below 1 when nothing is left
+    const int n = hold && few_tiles && copied.phase == 2 ? 0 : min(CHUNK, source.end - source.unit);   // below 1 when nothing is left
     if (me.lane == 0) write_note(notes + fill * 16, copied, source.unit, n);
     if (n > 0) copy_chunk(me, copied, source, n, ring + fill * STAGE_BYTES);
     fill = fill + 1 == STAGES ? 0 : fill + 1;
     copy_commit();
   };
+  bool begins_with_tile = false;
 #pragma unroll 1
-  for (int i = 0; i < STAGES; i++) copy_next();
+  for (int i = 0; i < STAGES; i++) {
+    copy_next(begins_with_tile);
+    if (i == 0) begins_with_tile = copied.phase == 1;
+  }
 
   {                               // the other buffer of h is for the next call
     uint4* other = (uint4*)(h + (u64)(parity ^ 1) * MAX_PAIRS * INTER);
@@ -404,7 +414,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_small(
     const int n = PHASE == 1 && UNITS1 % (TEAM * CHUNK) == 0 ? CHUNK : note.n();
     multiply_chunk<PHASE>(ring + use * STAGE_BYTES, me.lane, n, b, acc, column, next_n, after);
     __syncwarp();
-    copy_next();
+    copy_next(PHASE == 1);
     use = following;
     column = after;
     note = next;

@@ -58,7 +58,7 @@ CLOCKS: dict[str, tuple[Clock, ...]] = {
         Clock("begins", _AHEAD, "me.warp == 0", True),
         Clock("kernel ahead over", _AHEAD, "me.warp == 0"),
         Clock("list seen", "  me.num_active = count_active();\n", "me.warp == 0", True),
-        Clock("ring asked for", "  for (int i = 0; i < STAGES; i++) copy_next();\n", "me.warp == 0"),
+        Clock("ring asked for", "    if (i == 0) begins_with_tile = copied.phase == 1;\n  }\n", "me.warp == 0"),
         Clock("last of gate and up done", "  int row_tile = blockIdx.x;\n", "me.warp == 0", True),
         Clock("last of down done", "  rows_until(TILES2);\n", "me.warp == 0", True),
         Clock("y", "  rows_until(TILES2);\n", "me.warp == 0"),
