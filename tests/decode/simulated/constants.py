@@ -62,10 +62,11 @@ class Costs:
     Attributes:
         link_bytes_per_s: of copies one behind the other. Measured: `link_bytes_per_s` there.
         copy_gap_s: from a copy's end to the next one's begin. Measured: docs/benchmarks/link_log.json, `gaps`.
-        dense_s: attention and router of a layer of a pass. Fitted, with the three below: a pass of eight rows with all
-            experts there takes 2.5 ms alone (docs/benchmarks/rows_log.json), beside copies and with gates more.
-        experts_s: a layer's experts, whatever their number.
-        expert_s: each of them.
+        dense_s: attention and router of a layer of a pass. From the 2.4 ms of a pass that asks for one row, with all
+            experts there (docs/benchmarks/gates_log.json), less what its experts take.
+        experts_s: a layer's experts, whatever their number: 5 us of the kernel, the rest fitted, for gates.
+        expert_s: each of them. Measured: the kernel for residual records takes 24.5 us a layer at one row, about 100
+            at six, 190 at sixteen.
         late_s: from the last late expert of a layer on the board to its product, but for `expert_s`: the second gate,
             admission, the second launch. Fitted.
         head_s: after the last layer. Fitted.
@@ -87,9 +88,9 @@ class Costs:
 
     link_bytes_per_s: float = 54.6e9
     copy_gap_s: float = 2e-6
-    dense_s: float = 85e-6
-    experts_s: float = 55e-6
-    expert_s: float = 8e-6
+    dense_s: float = 70e-6
+    experts_s: float = 20e-6
+    expert_s: float = 4.8e-6
     late_s: float = 250e-6
     head_s: float = 100e-6
     step_s: float = 1.9e-3

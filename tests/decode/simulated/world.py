@@ -161,7 +161,10 @@ class World:
         self._spend_about(self._costs.announce_s)
 
     def _poll(self) -> None:
-        """Look once for a copy that has arrived; to note one takes time, half of it before the board has it."""
+        """Look for a copy that has arrived, and again if it has; to note one takes time.
+
+        Half of that goes by before the board has it. A look in vain takes none: the host looks all the time.
+        """
         self._gpu.catch_up()
         arrived = self.link.next_landing <= self.clock.now
         if arrived:
@@ -170,6 +173,8 @@ class World:
         self.cache.poll()
         if arrived:
             self.clock.spend(self._costs.poll_s / 2)
+            if self.link.next_landing > self.clock.now:
+                self.cache.poll()
 
     def _poll_until(self, moment: float) -> None:
         self._poll()
