@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from runtime.memory.location import ExpertKey
+from runtime.memory.pace import Pace
 from runtime.memory.slots import Slots
 from runtime.memory.stats import CacheStats
 from runtime.memory.transfer import Landing, Transfer, TransferQueue
@@ -32,7 +33,7 @@ class Copier:
         queue: what to copy.
         pool: where to.
         record_bytes: of the largest record.
-        stats: tell how fast the link is.
+        stats: tell how fast the link is, and are told.
         lock: guards the queue.
         report: told, under the lock, the transfer and the bytes, or the error.
     """
@@ -51,6 +52,7 @@ class Copier:
         self._copies, self._most_prefetches = copies, most_prefetches
         self._queue, self._pool, self._record_bytes, self._stats = queue, pool, record_bytes, stats
         self._lock, self._report = lock, report
+        self._pace = Pace(stats)
         self._starting = False  # whether what is in flight may lack its copy
         self._may_start = False  # whether more could start than at the last poll
 
@@ -79,17 +81,28 @@ class Copier:
         with self._lock:
             if self._queue.closed:
                 return
-            for transfer in self._queue.in_flight.values():
-                if (landing := transfer.landing) is not None and landing.done():
-                    self._may_start = True
-                    self._report(transfer, landing.num_bytes)
-                    break
+            self._look()
             if self._may_start:
                 self._may_start = False
                 self._start()
 
+    def _look(self) -> None:
+        """Note one copy that has arrived."""
+        under_way = [transfer for transfer in self._queue.in_flight.values() if transfer.landing is not None]
+        for place, transfer in enumerate(under_way):
+            landing = transfer.landing
+            if landing is not None and landing.done():
+                if place == 0:
+                    self._pace.arrived(transfer, landing.num_bytes, under_way[1] if len(under_way) > 1 else None)
+                self._may_start = True
+                self._report(transfer, landing.num_bytes)
+                return
+            if place == 0:
+                self._pace.busy()
+
     def rest(self) -> None:
         """Note all copies under way as they arrive and start no other."""
+        self._pace.pause()
         while self._queue.in_flight and not self._queue.closed:
             for transfer in self._under_way():
                 if (landing := transfer.landing) is not None:

@@ -27,6 +27,8 @@ class CacheStats:
         link_idle_s: seconds with nothing on the link though something was to be read, without a slot yet or a reader;
             pauses between two texts not counted.
         read_s: seconds of all reads on the link added up, parallel ones too.
+        paced_bytes_per_s: of the newest copies that are known to have followed one another without a pause; 0 where
+            none are. See `Pace`.
     """
 
     hits: int = 0
@@ -47,6 +49,7 @@ class CacheStats:
     link_busy_s: float = 0.0
     link_idle_s: float = 0.0
     read_s: float = 0.0
+    paced_bytes_per_s: float = 0.0
 
     @property
     def requests(self) -> int:
@@ -60,7 +63,13 @@ class CacheStats:
 
     @property
     def bytes_per_s(self) -> float:
-        """What the link has moved while it was busy; 0 before the first read."""
+        """What the link moves while it is at work; 0 before the first read.
+
+        As copies that followed one another show it, where there are such: by the time that the link was busy a copy
+        counts as under way until somebody looks, however long the link has stood still by then.
+        """
+        if self.paced_bytes_per_s:
+            return self.paced_bytes_per_s
         return self.read_bytes / self.link_busy_s if self.link_busy_s else 0.0
 
     @property
