@@ -9,6 +9,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Protocol
 
+from runtime.decode.pass_cost import PassCost
 from runtime.errors import InputError
 
 GOVERNORS = ("fixed", "threshold", "roofline")
@@ -21,14 +22,12 @@ class Measured:
     """What a run has shown so far: seconds of a draft step and of a verification, acceptance by place in the pass.
 
     Args:
-        rows_at_once: rows that the target computes in the time of one; more of them take as many times longer as they
-            have such parts.
+        rows_at_once: rows that the target computes in one part; see `PassCost`.
     """
 
     def __init__(self, rows_at_once: int = 1) -> None:
         self.draft_s = 0.0
-        self._rows_at_once = rows_at_once
-        self._part_s = 0.0
+        self._cost = PassCost(rows_at_once)
         self._acceptance: list[float] = []
 
     def drafted(self, seconds: float) -> None:
@@ -37,14 +36,11 @@ class Measured:
 
     def computed(self, rows: int, seconds: float) -> None:
         """So many rows were computed in so long, waiting for experts not counted."""
-        self._part_s = _smooth(self._part_s, seconds / self._parts(rows))
+        self._cost.computed(rows, seconds)
 
     def pass_s(self, rows: int) -> float:
         """Seconds to compute so many rows; before the first pass a draft step, of as many layers, stands for one."""
-        return self._parts(rows) * (self._part_s or self.draft_s)
-
-    def _parts(self, rows: int) -> int:
-        return -(-rows // self._rows_at_once)
+        return self._cost.seconds(rows) or self._cost.parts(rows) * self.draft_s
 
     def judged(self, tried: int, accepted: int) -> None:
         """Of `tried` proposals that met the target's choice, verified or compared, the first `accepted` were right."""

@@ -77,6 +77,22 @@ def test_roofline_stops_where_the_next_row_is_dear() -> None:
     assert governor.choose(situation(1, [100, 100], 1.0)) == 1
 
 
+def test_roofline_takes_fewer_rows_where_each_makes_a_pass_dearer() -> None:
+    """The same bytes and the same steps, by what passes of different rows took."""
+
+    def chosen(row_s: float) -> int:
+        measured = Measured(rows_at_once=8)
+        for rows in (1, 8) * 20:
+            measured.computed(rows, 2.0 + row_s * rows)
+        for _ in range(20):
+            measured.judged(8, 4)
+        return make_governor("roofline", 7).choose(situation(7, measured=measured))
+
+    numbers = [chosen(row_s) for row_s in (0.0, 0.2, 1.0, 5.0)]
+    assert numbers == sorted(numbers, reverse=True)
+    assert numbers[0] > numbers[-1] + 1
+
+
 def test_roofline_looks_at_no_more_rows_than_may_pay() -> None:
     """Once the bytes of a row take longer than all tokens are worth, no further row is looked at."""
     seen: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 import runtime.decode.loop
 import runtime.memory.cache
 import runtime.memory.transfer
-from runtime.decode.governor import Fixed, Situation, make_governor
+from runtime.decode.governor import Fixed, Measured, Situation, make_governor
 from runtime.memory.window import Window
 from tests.decode.simulated.__main__ import main
 from tests.decode.simulated.clock import Clock, in_virtual_time
@@ -72,6 +73,58 @@ def test_faster_link_is_never_slower_in_the_mean(way: tuple[str, int]) -> None:
 def test_slower_host_is_slower() -> None:
     slow = replace(RUN, costs=replace(SLOW_HOST, step_s=COSTS.step_s))
     assert mean(figures_of(slow, seed=seed).ms - figures_of(RUN, seed=seed).ms for seed in range(4)) > 0
+
+
+def test_rate_of_the_link_is_found_however_slow_the_host_is() -> None:
+    """Not by the time that copies seem to take: they are seen late, and the link stands still meanwhile."""
+    slow = replace(SLOW_HOST, step_s=COSTS.step_s, announce_s=3e-3, finish_s=2e-3)
+    for rate in (20e9, 55e9):
+        stats = world_after(replace(RUN, costs=replace(slow, link_bytes_per_s=rate))).cache.stats
+        assert stats.bytes_per_s == pytest.approx(rate, rel=0.03)
+        assert stats.read_bytes / stats.link_busy_s < 0.95 * rate
+
+
+class Watched(Fixed):
+    """Keeps what was measured."""
+
+    measured = Measured()
+
+    def choose(self, situation: Situation) -> int:
+        self.measured = situation.measured
+        return super().choose(situation)
+
+
+def test_waiting_for_experts_is_no_cost_of_a_pass() -> None:
+    """With a link a quarter as fast passes take far longer; what the rows of one cost is much the same."""
+
+    def costs_and_waiting(rate: float) -> tuple[float, float]:
+        run, governor = replace(RUN, costs=replace(COSTS, link_bytes_per_s=rate), tokens=64), Watched(3)
+        wait_s = simulate(run, governor, run.routing(0)).wait_ms / 1e3 * run.tokens
+        return governor.measured.pass_s(4), wait_s
+
+    (fast_s, short_s), (slow_s, long_s) = costs_and_waiting(60e9), costs_and_waiting(15e9)
+    assert long_s > 4 * short_s
+    assert slow_s == pytest.approx(fast_s, rel=0.35)
+
+
+class Varying(Watched):
+    """Now more, now fewer."""
+
+    def choose(self, situation: Situation) -> int:
+        super().choose(situation)
+        return min(next(self.numbers), situation.most)
+
+    numbers = itertools.cycle((7, 1, 4))
+
+
+def test_passes_of_more_rows_are_seen_to_cost_more() -> None:
+    """They read more experts: of a layer's 60 a row needs 4, eight rows 20 to 24."""
+    model = replace(MODEL, layers=12, experts=60, top_k=4)
+    run = replace(RUN, model=model, slots=720, tokens=256, prompt=200)
+    governor = Varying(7)
+    simulate(run, governor, run.routing(0))
+    more_s = governor.measured.pass_s(8) - governor.measured.pass_s(1)
+    assert more_s == pytest.approx(model.layers * 18 * run.costs.expert_s, rel=0.3)
 
 
 def test_with_slots_for_every_expert_each_is_read_once() -> None:
