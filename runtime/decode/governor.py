@@ -152,8 +152,10 @@ class Threshold:
 class Roofline:
     """The number with the most expected tokens a second, 0 included.
 
-    Expected tokens are 1 plus the sum of the products of acceptance; the time is the larger of link and compute: bytes
-    still missing over the link's rate, or draft steps used up plus rows verified.
+    Expected tokens are 1 plus the sum of the products of acceptance. The time is half way between two. One is the
+    larger of the link's, by the bytes still missing, and of pass and draft steps used up together. The other has the
+    steps in addition to the larger of link and pass: they come before or after the pass and do not shorten its waiting,
+    though the link brings later rows' experts beside them.
     """
 
     name = "roofline"
@@ -172,8 +174,9 @@ class Roofline:
         for j, chance in enumerate(chances):
             expected += chance
             link_s = situation.missing_bytes(j) / situation.bytes_per_s if situation.bytes_per_s else 0.0
-            compute_s = measured.pass_s(j + 1) + expected * measured.draft_s
-            rate = expected / max(link_s, compute_s, 1e-9)
+            pass_s, steps_s = measured.pass_s(j + 1), expected * measured.draft_s
+            seconds = (max(link_s, pass_s + steps_s) + max(link_s, pass_s) + steps_s) / 2
+            rate = expected / max(seconds, 1e-9)
             if rate > best_rate * (1 + 1e-9):
                 best, best_rate = j, rate
             if link_s * best_rate > most_tokens:  # bytes only grow: not even all tokens would be worth them

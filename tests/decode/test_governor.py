@@ -93,6 +93,20 @@ def test_roofline_takes_fewer_rows_where_each_makes_a_pass_dearer() -> None:
     assert numbers[0] > numbers[-1] + 1
 
 
+def test_steps_hide_half_of_what_is_missing() -> None:
+    """A proposal needs steps of 1 s and bytes; the row before it alone takes 2 s of pass and a step, of 3 in all."""
+    measured = Measured(rows_at_once=8)
+    measured.computed(8, 2.0)
+    measured.drafted(1.0)
+    for _ in range(200):
+        measured.judged(1, 1)  # so a proposal is a token: worth another 3 s, a step of its own among them
+
+    def chosen(num_bytes: int) -> int:
+        return make_governor("roofline", 1).choose(situation(1, [0, num_bytes], 1.0, measured))
+
+    assert [chosen(num_bytes) for num_bytes in (0, 4, 6)] == [1, 1, 0]
+
+
 def test_roofline_looks_at_no_more_rows_than_may_pay() -> None:
     """Once the bytes of a row take longer than all tokens are worth, no further row is looked at."""
     seen: list[int] = []
@@ -127,7 +141,8 @@ def test_roofline_finds_the_best_without_looking_at_all(
 
     def rate(j: int) -> float:
         expected = sum(math.prod(measured.acceptance(place) for place in range(row)) for row in range(j + 1))
-        return expected / max(bytes_by_j[j], measured.pass_s(j + 1) + expected * draft_s, 1e-9)
+        link_s, pass_s, steps_s = bytes_by_j[j], measured.pass_s(j + 1), expected * draft_s
+        return expected / max((max(link_s, pass_s + steps_s) + max(link_s, pass_s) + steps_s) / 2, 1e-9)
 
     chosen = make_governor("roofline", 8).choose(situation(8, bytes_by_j, 1.0, measured))
     assert rate(chosen) == pytest.approx(max(rate(j) for j in range(9)))
