@@ -55,8 +55,6 @@
 #define PARTS (UNITS2 < TEAM ? UNITS2 : TEAM)                  // part p of the down K: units p, p + TEAM, ...
 #define WARPS (COMPUTE + TEAMS + FINISHERS)
 #define THREADS (WARPS * 32)
-#define LISTERS (THREADS - COMPUTE * 32)
-#define PRODUCER COMPUTE                                       // the first of a team each
 #define KEEP (!GATHER && OWN_UNITS * B_REGS <= KEEP_REGS)
 #define RED_BUFFERS 2
 #define H_PITCH (UNITS2 * UNIT_K * 2)                          // of an entry's h where a single token's lies in shared memory
@@ -75,69 +73,9 @@
 #define OFF_RED_NOTE (OFF_NOTE + RINGS * 8)                            // int2 [TEAMS][RED_BUFFERS]: entry (-1: the end), tile
 #define OFF_SOURCE (OFF_RED_NOTE + TEAMS * RED_BUFFERS * 8)            // u32 [MAX_ACTIVE][COLUMNS]: where a column's h begins in the buffer
 #define OFF_LISTS (OFF_SOURCE + MAX_ACTIVE * COLUMNS * 4)
-#include "few_tokens.cuh"
+#include "roles.cuh"
 
-static_assert(COMPUTE % TEAM == 0 && STAGE_UNITS % (2 * TEAM) == 0, "roles");
-static_assert(TEAMS > 1 ? FINISHERS >= TEAMS : FINISHERS <= RED_BUFFERS, "a finisher for each team, or a buffer for each finisher");
-
-__device__ __forceinline__ u32* sources() { return (u32*)(smem + OFF_SOURCE); }
-struct Warp { int warp, lane; };
-
-// v = the sums of N warps of the team from `at` on, added as a balanced tree
-template <int N> __device__ __forceinline__ void add_warps(u32 at, float* v) {
-  if constexpr (N == 1) {
-    const float4 f = lds_f128(at);
-    v[0] = f.x, v[1] = f.y, v[2] = f.z, v[3] = f.w;
-  } else {
-    float w[4];
-    add_warps<N / 2>(at, v);
-    add_warps<N / 2>(at + N / 2 * 512, w);
-    add4(v, w);
-  }
-}
-
-struct Ring {    // a place in the ring and its parity
-  int slot, parity;
-  __device__ __forceinline__ void next() {
-    if (++slot == STAGES) slot = 0, parity ^= 1;
-  }
-};
-
-// The tokens of a unit for this lane's column, from this lane's first k of it on
-__device__ __forceinline__ void load_x(u32* r, const u16* at, int k) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (HIDDEN % UNIT_K == 0 || k + i * 32 < HIDDEN) v = load_read_only(at + k + i * 32);
-    r[4 * i] = v.x, r[4 * i + 1] = v.y, r[4 * i + 2] = v.z, r[4 * i + 3] = v.w;
-  }
-}
-__device__ __forceinline__ void load_x_shared(u32* r, u32 at) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const uint4 v = lds128(at + i * 64);
-    r[4 * i] = v.x, r[4 * i + 1] = v.y, r[4 * i + 2] = v.z, r[4 * i + 3] = v.w;
-  }
-}
-__device__ __forceinline__ void load_h(u32* r, const u16* at, int k) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (INTER % UNIT_K == 0 || k + i * 32 < INTER) v = load_shared_by_grid(at + i * 32);
-    r[4 * i] = v.x, r[4 * i + 1] = v.y, r[4 * i + 2] = v.z, r[4 * i + 3] = v.w;
-  }
-}
-// Loads again until all that this lane wants is written: 16 bytes that are not are all ones
-__device__ __forceinline__ void await_h(u32* r, const u16* at, int k) {
-  while (true) {
-    bool all = true;
-#pragma unroll
-    for (int i = 0; i < 4; i++) all = all && r[4 * i] != 0xffffffffu;
-    if (all) break;
-    load_h(r, at, k);
-  }
-}
-
+static_assert(STAGE_UNITS % (2 * TEAM) == 0, "a member has two units of a stage, or four");
 // A single token's h of all entries to shared memory, by the compute warps, zeros behind their ends
 __device__ __forceinline__ void hold_h(const Args& args, int num_active, u32 parity) {
   constexpr int PIECES = H_PITCH / 16, AT_ONCE = 4;
@@ -165,60 +103,38 @@ __device__ __forceinline__ void hold_h(const Args& args, int num_active, u32 par
   }
 }
 
+__device__ __forceinline__ void load_x_shared(u32* r, u32 at) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const uint4 v = lds128(at + i * 64);
+    r[4 * i] = v.x, r[4 * i + 1] = v.y, r[4 * i + 2] = v.z, r[4 * i + 3] = v.w;
+  }
+}
+// Loads again until all that this lane wants is written
+__device__ __forceinline__ void await_h(u32* r, const u16* at, int k) {
+  while (!is_written(r)) load_h(r, at, k);
+}
+
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 shared, u32 parity) {
-  const int team = me.warp - PRODUCER;
-  const u32 full = shared + OFF_BARRIER + team * STAGES * 8, empty = full + RINGS * 8, ring = shared + team * STAGES * STAGE_BYTES;
-  int2* notes = (int2*)(smem + OFF_NOTE) + team * STAGES;
-  const int num_active = count_active(), tiles = num_active * TILES1;
-  Ring at = {0, 1};                                // a new barrier lets the first round pass
-  // Waits for the team's next stage, notes what it is, and lets one lane copy
-  auto stage = [&](int entry, int tile, auto copies) {
-    barrier_wait(empty + at.slot * 8, at.parity);
-    if (elect_lane()) {   // the same lane each time
-      notes[at.slot] = make_int2(entry, tile);
-      copies(ring + at.slot * STAGE_BYTES, full + at.slot * 8);
-      barrier_arrive(full + at.slot * 8);
-    }
-    __syncwarp();
-    at.next();
-  };
+  Producer producer(me, shared);
   auto copy_units = [](u32 to, const u8* from, int units, u32 barrier) {
     barrier_expect_more(barrier, units * UNIT_BYTES);
     copy_bulk(to, from, units * UNIT_BYTES, barrier);
   };
-  auto tile_stages = [&](int tile) {
-    const int entry = tile / TILES1, t = tile - entry * TILES1;
-    const u8* src = args.pool + tile_offset((u64)active_list()[entry].x, t, SLOT_BYTES, (u64)UNITS1 * UNIT_BYTES, 0, INTERLEAVE);
+  const u32 ahead = producer.claim_tiles(args, [&](int entry, int tile) {
+    const u8* src = args.pool + tile_offset((u64)active_list()[entry].x, tile, SLOT_BYTES, (u64)UNITS1 * UNIT_BYTES, 0, INTERLEAVE);
 #pragma unroll 1
     for (int q = 0; q < TILE_STAGES; q++)
-      stage(entry, t, [&](u32 place, u32 barrier) { copy_units(place, src + q * STAGE_BYTES, min(STAGE_UNITS, UNITS1 - q * STAGE_UNITS), barrier); });
-  };
-  // The team's part of the block's first claim, then batches that become smaller towards the end, each asked for while the one
-  // ahead of it is copied
-  const int first = (int)(block_claim() & 0x7fffffffu);
-  int claim = first + team, end = first + args.first_claim, step = TEAMS, batch = 0;
-  u32 ahead = 0;
-#pragma unroll 1
-  while (true) {
-    if (claim < min(end, tiles)) tile_stages(claim), claim += step;
-    if (batch == 0) {
-      batch = min(MOST_CLAIM, max(1, (tiles - end) / (2 * TEAMS * (int)gridDim.x)));
-      if (me.lane == 0) ahead = atomic_add_later(args.state, batch, me.lane);
-    }
-    if (claim < min(end, tiles)) continue;
-    claim = (int)(__shfl_sync(~0u, ahead, 0) & 0x7fffffffu), end = claim + batch, step = 1;
-    if (claim >= tiles) break;
-    batch = 0;
-  }
-  if (blockIdx.x >= TILES2 || team >= num_active) stage(-1, 0, [](u32, u32) {});   // no rows or entries: only that the tiles are over
-  const int units = share_of<TEAMS>(num_active, team) * UNITS2;
+      producer.stage(entry, tile, [&](u32 place, u32 barrier) { copy_units(place, src + q * STAGE_BYTES, min(STAGE_UNITS, UNITS1 - q * STAGE_UNITS), barrier); });
+  });
+  const int units = share_of<TEAMS>(producer.num_active, producer.team) * UNITS2;
 #pragma unroll 1
   for (int rt = blockIdx.x; rt < TILES2; rt += gridDim.x) {
-    int entry = team, unit = 0;
+    int entry = producer.team, unit = 0;
 #pragma unroll 1
     for (int left = units; left > 0; left -= STAGE_UNITS)
-      stage(-1, 0, [&](u32 place, u32 barrier) {
+      producer.stage(-1, 0, [&](u32 place, u32 barrier) {
 #pragma unroll 1
         for (int room = min(left, STAGE_UNITS), n; room > 0; room -= n) {
           n = min(UNITS2 - unit, room);
@@ -229,39 +145,12 @@ __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 sh
         }
       });
   }
-  // The claim in flight has come back (its value is used). The last of all producers to be here starts the next call's counting
-  if (me.lane == 0 && atomic_add(args.state + 1, 1 + (u32)(ahead == 0xffffffffu)) == gridDim.x * TEAMS - 1) {
-    args.state[1] = 0;
-    args.state[0] = ~(parity << 31) & 0x80000000u;
-  }
-}
-
-__device__ __forceinline__ void finish(const Args& args, const Warp& me, u32 shared, u32 parity) {
-  const int f = me.warp - PRODUCER - TEAMS;
-  {                               // the other buffer of h is for the next call
-    uint4* other = (uint4*)(args.h + (u64)(parity ^ 1) * MAX_PAIRS * INTER);
-    for (int i = (blockIdx.x * FINISHERS + f) * 32 + me.lane; i < MAX_PAIRS * INTER / 8; i += gridDim.x * FINISHERS * 32) other[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
-  }
-  const int team = TEAMS > 1 ? f : 0, step = TEAMS > 1 ? 1 : FINISHERS, begin = TEAMS > 1 ? 0 : f;
-  if (team >= TEAMS) return;
-  const u32 red_full = shared + OFF_BARRIER + (2 * RINGS + team * RED_BUFFERS) * 8, red_empty = red_full + TEAMS * RED_BUFFERS * 8;
-#pragma unroll 1
-  for (int n = begin;; n += step) {
-    const int buffer = n % RED_BUFFERS, place = team * RED_BUFFERS + buffer;
-    barrier_wait(red_full + buffer * 8, n / RED_BUFFERS & 1);
-    const int2 note = ((const int2*)(smem + OFF_RED_NOTE))[place];
-    if (note.x < 0) break;
-    float sum[4];
-    add_warps<TEAM>(shared + OFF_RED + place * (TEAM * 512) + me.lane * 16, sum);
-    barrier_arrive(red_empty + buffer * 8);
-    store_h(args, me.lane, note.x, note.y, sum, parity);
-  }
+  producer.end_claims(args, ahead, parity);
 }
 
 __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 shared) {
   const int team = me.warp / TEAM, member = me.warp % TEAM, column = me.lane / 4, k0 = (me.lane % 4) * 8;
   const u32 barriers = shared + OFF_BARRIER, full = barriers + team * STAGES * 8, empty = full + RINGS * 8;
-  const u32 red_full = barriers + (2 * RINGS + team * RED_BUFFERS) * 8, red_empty = red_full + TEAMS * RED_BUFFERS * 8;
   const u32 ring = shared + team * STAGES * STAGE_BYTES;
   const int2* notes = (const int2*)(smem + OFF_NOTE) + team * STAGES;
   u32 b[KEEP ? OWN_UNITS : 1][B_REGS];
@@ -285,14 +174,10 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
   const u32 parity = block_claim() >> 31;
   const int num_active = count_active();
   Ring at = {0, 0};
-  for (int i = threadIdx.x; i < num_active * COLUMNS; i += COMPUTE * 32) {
-    const u16 pair = active_pairs()[i];
-    sources()[i] = (pair == NO_PAIR ? (u32)active_list()[i / COLUMNS].y : pair) * (INTER * 2);
-  }
-  barrier_of<COMPUTE * 32>(1);
+  make_sources(num_active);
   // ---- phase 1
   constexpr int UNROLL = KEEP ? TILE_STAGES : 1;
-  int done = 0;                   // tiles of this team
+  Sums sums(shared, team, member, me.lane);
 #pragma unroll 1
   while (true) {
     barrier_wait(full + at.slot * 8, at.parity);
@@ -320,21 +205,9 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
       barrier_arrive(empty + at.slot * 8);
       at.next();
     }
-    const int buffer = done % RED_BUFFERS, place = team * RED_BUFFERS + buffer;
-    if (done >= RED_BUFFERS) barrier_wait(red_empty + buffer * 8, (done / RED_BUFFERS - 1) & 1);
-    sts_f128(shared + OFF_RED + place * (TEAM * 512) + member * 512 + me.lane * 16, acc[0], acc[1], acc[2], acc[3]);
-    if (member == 0 && me.lane == 0) ((int2*)(smem + OFF_RED_NOTE))[place] = note;
-    barrier_arrive(red_full + buffer * 8);
-    done++;
+    sums.give(note, acc);
   }
-  // the finishers of this team end
-#pragma unroll 1
-  for (int f = 0; f < (TEAMS > 1 ? 1 : FINISHERS); f++, done++) {
-    const int buffer = done % RED_BUFFERS, place = team * RED_BUFFERS + buffer;
-    if (done >= RED_BUFFERS) barrier_wait(red_empty + buffer * 8, (done / RED_BUFFERS - 1) & 1);
-    if (member == 0 && me.lane == 0) ((int2*)(smem + OFF_RED_NOTE))[place] = make_int2(-1, 0);
-    barrier_arrive(red_full + buffer * 8);
-  }
+  sums.end();
   // ---- phase 2: the first stage is there already. The units of the team's entries, one after the other, go to its members in turn.
   const int units = share_of<TEAMS>(num_active, team) * UNITS2;
   bool there = true;
@@ -346,19 +219,6 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
   auto leave_stage = [&]() {
     barrier_arrive(empty + at.slot * 8);
     at.next();
-  };
-  auto put_part = [&](int entry, int part, float* acc) {          // sums of an entry of the team, which begin anew
-    const int r = me.lane / 4;
-    const u32 two = *(const u32*)(active_pairs() + (entry * TEAMS + team) * COLUMNS + (me.lane % 4) * 2), low = two & 0xffffu, high = two >> 16;
-    float* sums = (float*)(smem + OFF_PART) + part * (MAX_PAIRS * 16) + r;
-    if (low != NO_PAIR) sums[low * 16] = acc[0], sums[low * 16 + 8] = acc[2];
-    if (high != NO_PAIR) sums[high * 16] = acc[1], sums[high * 16 + 8] = acc[3];
-    acc[0] = acc[1] = acc[2] = acc[3] = 0.f;
-  };
-  auto finish_tile = [&](int rt) {
-    barrier_of<COMPUTE * 32>(1);
-    finish_rows<COMPUTE * 32>(args, rt);
-    if (rt + (int)gridDim.x < TILES2) barrier_of<COMPUTE * 32>(1);   // the sums of the next rows come to the same place
   };
   if (H_SHARED && args.num_tokens == 1) {                         // all of h to shared memory, once for all rows
     hold_h(args, num_active, parity);
@@ -378,12 +238,12 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
           u32 token[B_REGS];
           load_x_shared(token, tokens + e * (TEAMS * H_PITCH) + u * (UNIT_K * 2));
           multiply_codes(unit0 + i * (TEAM * UNIT_BYTES), me.lane, token, acc, [](int) {});
-          if (u + TEAM >= UNITS2) put_part(e, u % TEAM, acc);
+          if (u + TEAM >= UNITS2) put_part(me.lane, e * TEAMS + team, u % TEAM, acc);
           u += TEAM;
         }
         leave_stage();
       }
-      finish_tile(rt);
+      finish_tile(args, rt);
     }
     return;
   }
@@ -426,11 +286,11 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
         aim(hb[(i + 1) % 2]);
         __syncwarp();
         multiply_codes(unit0 + i * (TEAM * UNIT_BYTES), me.lane, hb[i % 2], acc, [](int) {});
-        if (u + TEAM >= UNITS2) put_part(e, u % TEAM, acc);       // the last of its part
+        if (u + TEAM >= UNITS2) put_part(me.lane, e * TEAMS + team, u % TEAM, acc);       // the last of its part
       }
       leave_stage();
     }
-    finish_tile(rt);
+    finish_tile(args, rt);
   }
 }
 
@@ -439,31 +299,5 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
 extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_codes(
     const u16* __restrict__ x, const int* __restrict__ index, const float* __restrict__ weight, const int* __restrict__ slot_of, const u8* __restrict__ pool,
     u32* state, u16* h, u16* __restrict__ y, float* pairs, int num_tokens, int resume, int first_claim) {
-#if __CUDA_ARCH__ >= 900
-  const Args args = {x, index, weight, slot_of, pool, state, h, y, pairs, num_tokens, resume, first_claim};
-  Warp me;
-  me.warp = threadIdx.x / 32, me.lane = threadIdx.x % 32;
-  const u32 shared = shared_address(smem);
-  if (me.warp == PRODUCER) prefetch_choices(args, me.lane);
-  for (int e = threadIdx.x; e < NUM_EXPERTS; e += THREADS) masks()[e] = 0;
-  for (int i = threadIdx.x; i < MAX_ACTIVE * COLUMNS; i += THREADS) active_pairs()[i] = NO_PAIR;
-  init_barriers<WARPS>(shared + OFF_BARRIER, NUM_BARRIERS, me.warp, me.lane, [](int i) {   // full; empty and sums there; sums read
-    return i < RINGS ? 1 : i < 2 * RINGS + TEAMS * RED_BUFFERS ? TEAM * 32 : 32;
-  });
-  barriers_ready();
-  __syncthreads();
-  if (BESIDE) let_next_kernel_start();
-  wait_for_previous_kernel();
-  if (me.warp < COMPUTE) {
-    compute(args, me, shared);
-    return;
-  }
-  list_for_block<COMPUTE * 32, LISTERS, 2, 3>(args, me.warp, me.lane);
-  if (!BESIDE && me.warp == WARPS - 1) let_next_kernel_start();   // for the block
-  const u32 parity = block_claim() >> 31;
-  if (me.warp < PRODUCER + TEAMS) produce(args, me, shared, parity);
-  else finish(args, me, shared, parity);
-#else
-  asm volatile("trap;");
-#endif
+  run_roles<BESIDE>({x, index, weight, slot_of, pool, state, h, y, pairs, num_tokens, resume, first_claim});
 }

@@ -1,4 +1,4 @@
-"""The fused expert layer for a few tokens: one launch of `moe_codes.cu` or `moe_small.cu`."""
+"""The fused expert layer for a few tokens: one launch of `moe_codes.cu`, `moe_bf16.cu` or `moe_small.cu`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import ShapeError
-from runtime.kernels import codes_plan, fused_plan
+from runtime.kernels import bf16_plan, codes_plan, fused_plan
 from runtime.kernels.arguments import Argument, require_aligned
 from runtime.kernels.compile import load
 from runtime.kernels.device import Gpu, current_gpu
@@ -24,9 +24,10 @@ __all__ = ["FusedConfig", "FusedExperts", "FusedPlan", "Variants", "plan", "requ
 def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, gpu: Gpu, beside: bool = False) -> FusedPlan:
     """The kernel for a layer on a GPU, with its constants.
 
-    INT4 and INT8 are computed by warps with roles (`codes_plan`) from compute capability 9.0 up, where the layer fits
-    and the configuration does not fix `block_dim`; all else by warps that are alike (`fused_plan`). Neither choice
-    depends on the number of tokens.
+    From compute capability 9.0 up warps with roles compute, where the layer fits and the configuration does not fix
+    `block_dim`: INT4 and INT8 by `codes_plan`, whatever the number of tokens, and BF16 of up to 8 tokens by
+    `bf16_plan` if the configuration asks for it. All else is computed by warps that are alike (`fused_plan`), BF16 with
+    the same bits.
 
     Args:
         layout: of the pool's slots.
@@ -39,8 +40,11 @@ def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, gpu: Gpu, bes
         ShapeError: no variant of this configuration fits into the GPU's shared memory.
     """
     limit_bytes = gpu.smem_per_block_bytes
-    if config.block_dim == 0 and gpu.capability >= codes_plan.CAPABILITY and codes_plan.fits(layout, limit_bytes):
-        return codes_plan.plan(layout, max_tokens, config.experts_per_block, limit_bytes, beside)
+    if config.block_dim == 0 and gpu.capability >= codes_plan.CAPABILITY:
+        if codes_plan.fits(layout, limit_bytes):
+            return codes_plan.plan(layout, max_tokens, config.experts_per_block, limit_bytes, beside)
+        if config.bf16_roles and bf16_plan.fits(layout, max_tokens, config, limit_bytes):
+            return bf16_plan.plan(layout, max_tokens, config, limit_bytes)
     return fused_plan.plan(layout, max_tokens, config, limit_bytes)
 
 

@@ -29,6 +29,8 @@ class FusedConfig:
             two up to 32. Fewer where there are fewer columns or warps.
         team: warps that share a tile of gate and up rows, a power of two up to 32. Fewer where there are fewer columns
             or warps.
+        bf16_roles: 1 computes BF16 by warps with roles too, where such a kernel takes the layer; the bits are the same.
+            It has not been timed on a GPU yet.
 
     Raises:
         InputError: a value that the kernel cannot be compiled for.
@@ -39,6 +41,7 @@ class FusedConfig:
     stages: int = 0
     k_split: int = 0
     team: int = 0
+    bf16_roles: int = 0
 
     def __post_init__(self) -> None:
         checks = (
@@ -55,6 +58,7 @@ class FusedConfig:
             ),
             (self.k_split in (0, *_POWERS[:6]), "a k_split of 0 (automatic) or a power of two up to 32", self.k_split),
             (self.team in (0, *_POWERS[:6]), "a team of 0 (automatic) or a power of two up to 32", self.team),
+            (self.bf16_roles in (0, 1), "bf16_roles of 0 or 1", self.bf16_roles),
         )
         for good, expected, found in checks:
             if not good:

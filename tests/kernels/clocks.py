@@ -49,9 +49,26 @@ class Clock:
 
 _AHEAD = "  wait_for_previous_kernel();\n"
 _LIST = "few_tokens.cuh"
-_ROLES = (
+_BEGIN = (
     Clock("begins", _AHEAD, "me.warp == COMPUTE", True),
     Clock("kernel ahead over", _AHEAD, "me.warp == COMPUTE"),
+)
+_FIRST_TEAM = "team == 0 && member == 0"
+_ROWS = "  finish_rows<COMPUTE * 32>(args, rt);\n"
+_ROLES = (
+    *_BEGIN,
+    Clock("producer begins", "    notes = (int2*)(smem + OFF_NOTE) + team * STAGES;\n", "team == 0"),
+    Clock("compute ready", "  barrier_of<COMPUTE * 32>(1);\n}\n", "threadIdx.x < 32", True),
+    Clock("first tile done", "    const int buffer = reserve();\n", f"{_FIRST_TEAM} && done == 0", True),
+    Clock("claims over", "    if (blockIdx.x >= TILES2 || team >= num_active) stage(", "team == 0", True),
+    Clock("all asked for", "    if (lane == 0 && atomic_add(args.state + 1", "team == 0", True),
+    Clock(
+        "gate and up done",
+        "  __device__ __forceinline__ void end() {   // the finishers of this team end\n",
+        _FIRST_TEAM,
+    ),
+    Clock("down done", _ROWS, "threadIdx.x < 32", True),
+    Clock("y", _ROWS, "threadIdx.x < 32"),
 )
 CLOCKS: dict[str, tuple[Clock, ...]] = {
     "moe_small.cu": (
@@ -63,27 +80,10 @@ CLOCKS: dict[str, tuple[Clock, ...]] = {
         Clock("last of down done", "  rows_until(TILES2);\n", "me.warp == 0", True),
         Clock("y", "  rows_until(TILES2);\n", "me.warp == 0"),
     ),
-    "moe_codes.cu": (
-        *_ROLES,
-        Clock(
-            "producer begins",
-            "  const int team = me.warp - PRODUCER;\n  const u32 full",
-            "me.warp == PRODUCER",
-            True,
-        ),
-        Clock("compute ready", "  // ---- phase 1\n", "me.warp == 0", True),
-        Clock("first stage there", "    const int2 note = notes[at.slot];\n", "me.warp == 0 && done == 0", True),
-        Clock("claims over", "  if (blockIdx.x >= TILES2 || team >= num_active) stage(", "team == 0", True),
-        Clock("all asked for", "  // The claim in flight has come back", "team == 0", True),
-        Clock("gate and up done", "  // the finishers of this team end\n", "me.warp == 0", True),
-        Clock(
-            "h there", "        next_unit += TEAM;\n        fold();\n", "me.warp == 0 && left == units && i == 0", True
-        ),
-        Clock("down done", "    finish_rows<COMPUTE * 32>(args, rt);\n", "me.warp == 0", True),
-        Clock("y", "    finish_rows<COMPUTE * 32>(args, rt);\n", "me.warp == 0"),
-    ),
+    "moe_bf16.cu": _ROLES,
+    "moe_codes.cu": _ROLES,
     "moe_residual.cu": (
-        *_ROLES,
+        *_BEGIN,
         Clock("producer begins", "  const int number = me.warp - PRODUCER, num_active", "me.warp == PRODUCER", True),
         Clock("first jobs pushed", "  bool over = false;              // phase 1\n", "number == 0"),
         Clock("copies of gate and up over", "      over = true;\n", "number == 0"),
@@ -94,6 +94,7 @@ CLOCKS: dict[str, tuple[Clock, ...]] = {
     ),
 }
 """By kernel, in the order of their numbers; the last one is a block's end."""
+_FILES = {"moe_bf16.cu": "roles.cuh", "moe_codes.cu": "roles.cuh"}  # where their places are, if not in their own
 
 
 def with_clocks(folder: Path, to: Path) -> None:
@@ -106,12 +107,12 @@ def with_clocks(folder: Path, to: Path) -> None:
     for path in (*folder.glob("*.cu"), *folder.glob("*.cuh")):
         shutil.copy(path, to)
     _edit(to / _LIST, "DYNAMIC_SHARED(smem);", _DEFINED)
-    for source, clocks in CLOCKS.items():
+    for file, clocks in {_FILES.get(source, source): clocks for source, clocks in CLOCKS.items()}.items():
         for number, clock in enumerate(clocks):
             line = f"{f'if ({clock.warp}) ' if clock.warp else ''}CLOCK({number});\n"
-            _edit(to / source, clock.text, line + clock.text if clock.before else clock.text + line)
+            _edit(to / file, clock.text, line + clock.text if clock.before else clock.text + line)
         keep = f"if (me.warp == THREADS / 32 - 1) KEEP_LAST_CLOCK({len(clocks) - 1});\n"
-        _edit(to / source, _AHEAD, _AHEAD + keep)
+        _edit(to / file, _AHEAD, _AHEAD + keep)
 
 
 def _edit(path: Path, old: str, new: str) -> None:

@@ -25,6 +25,7 @@ HEADERS = (
     "expert_layer.cuh",
     "few_tokens.cuh",
     "layout.cuh",
+    "roles.cuh",
     "residual.cuh",
 )  # common.cuh is the machine's own
 MACHINE = ("simt", "common")  # compiled once

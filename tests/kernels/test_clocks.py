@@ -22,11 +22,11 @@ SHAPE = ExpertShape(60, 4, 2048, 1408)
 
 
 def source_of(kernel: str) -> Source:
-    form = WeightForm("bf16") if kernel == "moe_small.cu" else WeightForm("int4", 128)
+    form = WeightForm("int4", 128) if kernel in ("moe_codes.cu", "moe_residual.cu") else WeightForm("bf16")
     layout = SlotLayout(SHAPE, form)
     if kernel == "moe_residual.cu":
         return residual_plan.plan(layout, 8, FusedConfig(), H200.smem_per_block_bytes).source
-    return plan(layout, 8, FusedConfig(), H200).source
+    return plan(layout, 8, FusedConfig(bf16_roles=int(kernel == "moe_bf16.cu")), H200).source
 
 
 @pytest.mark.parametrize("kernel", CLOCKS)

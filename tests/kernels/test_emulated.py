@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.kernels import codes_plan, fused_plan
+from runtime.kernels import bf16_plan, codes_plan, fused_plan
 from runtime.kernels.fused_config import FusedConfig
 from runtime.kernels.layout import Biases, SlotLayout
 from runtime.kernels.reference import compute_torch, quantize, slot_experts
@@ -35,12 +35,15 @@ class Layer:
         stages: int = 3,
         beside: bool = False,
         few_tiles: int | None = None,
+        block_dim: int = 128,
     ) -> None:
         self.shape, self.layout = shape, SlotLayout(shape, form)
-        if roles:
+        if roles and not form.is_coded:
+            chosen = bf16_plan.plan(self.layout, max_tokens, FusedConfig(), ANY_SMEM_BYTES)
+        elif roles:
             chosen = codes_plan.plan(self.layout, max_tokens, 0, FEW_ROLES_BYTES, beside)
         else:
-            config = FusedConfig(block_dim=128, stages=stages)
+            config = FusedConfig(block_dim=block_dim, stages=stages)
             chosen = fused_plan.plan(self.layout, max_tokens, config, ANY_SMEM_BYTES)
         self.defines, self.most_first_claim = dict(chosen.source.defines), chosen.most_first_claim
         if few_tiles is not None:
@@ -92,6 +95,8 @@ CASES: dict[str, tuple[ExpertShape, WeightForm, int, int, bool]] = {
     "roles-16": (ExpertShape(4, 2, 96, 1672, Activation.clamped, True), WeightForm("int4", 32), 16, 900, True),
     "roles-narrow": (ExpertShape(5, 5, 8, 136), WeightForm("int4", 64), 8, 900, True),  # blocks without rows
     "roles-wide": (ExpertShape(4, 2, 2304, 24, Activation.gelu), WeightForm("int8", -1), 8, 900, True),
+    "roles-bf16": (ExpertShape(4, 2, 1024, 256, Activation.clamped, True), WeightForm("bf16"), 8, 900, True),
+    "roles-bf16-ragged": (ExpertShape(5, 3, 1152, 640), WeightForm("bf16"), 8, 900, True),  # nine units, and five
     "roles-wide-long": (ExpertShape(3, 2, 2056, 392), WeightForm("int4", 128), 8, 900, True),  # h in shared memory
 }
 
@@ -224,6 +229,45 @@ def test_down_may_wait_for_the_tiles_of_a_warp(folder: Path, stages: int) -> Non
             assert torch.equal(held.run(*batch, grid=grid, resident=min(grid, 3), seed=seed), y)
 
 
+@pytest.mark.parametrize(
+    "shape", [ExpertShape(5, 3, 1152, 640), ExpertShape(9, 2, 1024, 1152), ExpertShape(3, 1, 1024, 128)]
+)
+def test_bf16_by_warps_with_roles_has_the_bits_of_warps_that_are_alike(folder: Path, shape: ExpertShape) -> None:
+    alike = Layer(folder, shape, WeightForm("bf16"), block_dim=512)
+    roles, held = (Layer(folder, shape, WeightForm("bf16"), roles=True, few_tiles=few) for few in (0, 1000))
+    assert [alike.defines[name] for name in ("TEAM", "PARTS")] == [roles.defines[name] for name in ("TEAM", "PARTS")]
+    for seed, tokens in enumerate((1, 8, 5)):
+        batch = alike.batch(tokens, seed)
+        y = alike.run(*batch, grid=3)
+        for layer in (roles, held):
+            assert torch.equal(layer.run(*batch, grid=3, resident=2, seed=seed, first_claim=1 + seed % 2), y)
+    batch = alike.batch(1)  # blocks without rows, and a team without entries in the last shape
+    assert torch.equal(held.run(*batch, grid=66, resident=3), alike.run(*batch, grid=3))
+
+
+MORE_BLOCKS: dict[str, tuple[WeightForm, bool, tuple[str, str] | None]] = {
+    "int4 roles": (WeightForm("int4", 128), True, None),
+    "bf16": (WeightForm("bf16"), False, None),
+    "bf16 roles": (WeightForm("bf16"), True, None),
+    "waits": (WeightForm("bf16"), True, (" && blockIdx.x < TILES2 && team < num_active)", ")")),
+}
+
+
+@pytest.mark.parametrize("kind", MORE_BLOCKS)
+def test_more_blocks_than_rows_all_at_once(folder: Path, kind: str) -> None:
+    """As 132 processors compute a hidden size of 2048: some blocks have tiles of gate and up, but no rows of down."""
+    form, roles, edit = MORE_BLOCKS[kind]
+    layer = Layer(folder, ExpertShape(5, 3, 1024, 256), form, roles=roles, block_dim=512, few_tiles=3, edit=edit)
+    batch = layer.batch(1)
+    if edit is not None:
+        with pytest.raises(AssertionError, match="no thread gets on"):
+            layer.run(*batch, grid=68)
+        return
+    y = layer.run(*batch, grid=68)
+    assert layer.error(y[0], *(t[0] for t in batch)) < 3e-3
+    assert torch.equal(layer.run(*batch, grid=2), y)
+
+
 @pytest.mark.parametrize("experts", [60, 129])  # slots that come with the choices, and slots that are looked up
 def test_one_warp_lists_any_of_many_experts(folder: Path, experts: int) -> None:
     layer = Layer(folder, ExpertShape(experts, 4, 16, 8), WeightForm("int4", 128), roles=True)
@@ -262,8 +306,20 @@ FAULTS = {
         "",
         "no thread gets on",
     ),
-    "h is not refilled": (False, "other[i] = make_uint4(~0u, ~0u, ~0u, ~0u)", "(void)other", "error"),
+    "h is not refilled": (
+        False,
+        "i += gridDim.x * THREADS) other[i] = make_uint4(~0u, ~0u, ~0u, ~0u)",
+        "i += gridDim.x * THREADS) (void)other",
+        "error",
+    ),
     "no wait for a single token's h": (True, "} while (!all);", "} while (false);", "error"),
+    "no wait for h, roles in bf16": (True, "while (!is_written(hb[k]))", "while (false)", "error"),
+    "the tokens of the next entry are those of this one": (
+        True,
+        "tokens_of(group + 1 < count ? group + 1 : 0)",
+        "tokens_of(works ? group : 0)",
+        "error",
+    ),
     "the last claim is not seen": (False, "*state = ~c & 0x80000000u;", ";", "error"),
     "the first tile by the block's number": (
         False,
@@ -286,7 +342,7 @@ FAULTS = {
     ),
     "rows go on while their sums are read, roles": (
         True,
-        "    if (rt + (int)gridDim.x < TILES2) barrier_of<COMPUTE * 32>(1);",
+        "  if (rt + (int)gridDim.x < TILES2) barrier_of<COMPUTE * 32>(1);",
         "",
         "error",
     ),
@@ -324,6 +380,7 @@ SHAPES_OF_FAULTS = {
     "rows go on while their sums are read": ExpertShape(6, 3, 288, 64),  # warps without units in the next rows
     "no wait for a single token's h": ExpertShape(3, 2, 2056, 24),
 }
+BF16_FAULTS = {"no wait for h, roles in bf16", "the tokens of the next entry are those of this one"}
 TOKENS_OF_FAULTS = {"no wait for a single token's h": 1}
 
 
@@ -331,8 +388,10 @@ TOKENS_OF_FAULTS = {"no wait for a single token's h": 1}
 def test_the_emulation_finds(fault: str, folder: Path) -> None:
     """Each fault shows under some schedule, as a wrong result or as a kernel that does not end."""
     roles, old, new, expected = FAULTS[fault]
-    shape = SHAPES_OF_FAULTS.get(fault, SHAPE)
-    layer = Layer(folder, shape, WeightForm("int4", 128), edit=(old, new), roles=roles)
+    form, shape = WeightForm("int4", 128), SHAPES_OF_FAULTS.get(fault, SHAPE)
+    if fault in BF16_FAULTS:
+        form, shape = WeightForm("bf16"), ExpertShape(5, 3, 1152, 640)
+    layer = Layer(folder, shape, form, edit=(old, new), roles=roles)
     state = torch.zeros(1, 2, dtype=torch.int32)
     h = torch.full((1, 2, layer.kernel.max_pairs, shape.moe_intermediate_size), -1, dtype=torch.int16)
     found = ""

@@ -14,13 +14,14 @@ from moespeq_cli.bench.kernel_check import Probe, probes, random_batch
 from moespeq_cli.bench.kernel_ours import interleave
 from runtime.errors import KernelError, ShapeError
 from runtime.kernels import fused
-from runtime.kernels.device import Gpu
-from runtime.kernels.fused import FusedConfig, FusedExperts, FusedPlan
+from runtime.kernels.device import Gpu, current_gpu
+from runtime.kernels.fused import FusedConfig, FusedExperts, FusedPlan, plan
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.reference import compute_torch, slot_experts
 from runtime.kernels.shape import Activation, ExpertShape, WeightForm
 from tests.kernels.cases import make_pool, make_tokens
 from tests.kernels.layers import (
+    BF16,
     DEVICE,
     FEW,
     INT4,
@@ -234,6 +235,33 @@ def test_every_configuration(form: WeightForm, config: FusedConfig) -> None:
         y = layer.run(batch)
         assert (wrong := layer.answers(batch).wrong(y)) is None, f"{tokens} tokens: {wrong}"
         assert torch.equal(y, contiguous.run(batch)), "neither the layout nor the stages change bits"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape",
+    [
+        ExpertShape(60, 4, 2048, 1408),
+        ExpertShape(64, 6, 2048, 1408),
+        ExpertShape(32, 8, 2048, 768),
+        ExpertShape(7, 2, 1024, 1152, Activation.clamped, has_bias=True),
+        ExpertShape(9, 1, 1152, 640, Activation.gelu),
+        ExpertShape(3, 3, 1152, 128),
+    ],
+    ids=lambda shape: f"{shape.num_experts}:{shape.top_k}:{shape.hidden_size}x{shape.moe_intermediate_size}",
+)
+def test_bf16_by_warps_with_roles(shape: ExpertShape) -> None:
+    """Right, and with the bits of warps that are alike."""
+    layer = random_layer(shape, BF16, FusedConfig(bf16_roles=1))
+    alike = random_layer(shape, BF16, FusedConfig(block_dim=512))
+    assert plan(layer.layout, 8, FusedConfig(bf16_roles=1), current_gpu()).source.name == "moe_bf16.cu"
+    for tokens in (1, 2, 3, 5, 7, 8, 9, 17):
+        batch = random_batch(shape, tokens, generator(tokens))
+        y = layer.run(batch)
+        assert (wrong := layer.answers(batch).wrong(y)) is None, f"{tokens} tokens: {wrong}"
+        assert torch.equal(y, alike.run(batch))
+    for _ in range(200):  # however blocks happen to come
+        assert torch.equal(layer.run(batch), y)
 
 
 @pytest.mark.gpu
