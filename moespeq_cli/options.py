@@ -23,6 +23,7 @@ DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print what it would take of memory, disk and time, and write nothing")
 ]
 DEFAULT_ARTIFACTS = Path("artifacts")
+MOST_SAMPLES = 100_000  # sequences; more would be made and cut for hours before a plan could be shown
 
 
 def model_folder(model: str | None) -> str:

@@ -44,7 +44,10 @@ def profile(
         ),
     ] = None,
     samples: Annotated[
-        int, typer.Option("--samples", min=1, help="Number of sequences, divided evenly among the domains")
+        int,
+        typer.Option(
+            "--samples", min=1, max=options.MOST_SAMPLES, help="Number of sequences, divided evenly among the domains"
+        ),
     ] = 48,
     seq_len: Annotated[
         int | None, typer.Option("--seq-len", min=1, help="Tokens of a sequence at most", show_default="512")

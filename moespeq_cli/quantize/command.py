@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moespeq_cli import console
-from moespeq_cli.options import DEFAULT_ARTIFACTS, Artifacts, DryRun, Force, Json, Model, model_folder
+from moespeq_cli.options import DEFAULT_ARTIFACTS, MOST_SAMPLES, Artifacts, DryRun, Force, Json, Model, model_folder
 from runtime.errors import InputError
 
 
@@ -24,7 +24,9 @@ def quantize(
             "--data", help="Calibration text: JSONL with text or messages, or plain text", show_default="embedded"
         ),
     ] = None,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Sequences to calibrate with, at most")] = 128,
+    samples: Annotated[
+        int, typer.Option("--samples", min=1, max=MOST_SAMPLES, help="Sequences to calibrate with, at most")
+    ] = 128,
     seq_len: Annotated[
         int | None,
         typer.Option(
