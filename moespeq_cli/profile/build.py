@@ -172,6 +172,13 @@ OWN_NAMES = re.compile(  # of what a profile's folder holds, finished or not
 )
 
 
+_IN_WORDS = {
+    "model": ("of this model", "one of another model"),
+    "quantized": ("with this draft", "one with another draft, or without"),
+    "text_digest": ("of the same sequences", "one of others (--data, --samples or --seq-len)"),
+}  # settings that are digests: what is expected, and what is found where they differ
+
+
 def find_identical(out: Path, job: ProfileJob, force: bool) -> Profile | None:
     """The finished profile in `out` if it is what the job would make; None where the way is free.
 
@@ -194,9 +201,11 @@ def find_identical(out: Path, job: ProfileJob, force: bool) -> Profile | None:
     present = {"device": "cpu", **profile.manifest.settings, "model": profile.manifest.model_digest}
     for name in sorted(wanted):
         if wanted[name] != present.get(name):
+            values = (f"with {name} = {wanted[name]}", f"one with {name} = {present.get(name)}")
+            expected, found = _IN_WORDS.get(name, values)
             raise ArtifactError(
-                expected=f"a profile with {name} = {wanted[name]} in {out}, or none",
-                found=f"one with {name} = {present.get(name)}",
+                expected=f"a profile {expected} in {out}, or none",
+                found=found,
                 mend="replace it with --force, or choose another --out",
             )
     return profile

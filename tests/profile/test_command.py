@@ -79,6 +79,9 @@ def test_an_equal_profile_is_left_and_another_one_refused(base: list[object], tm
     other = call(*base, "--trace-tokens", 7)
     assert isinstance(other.exception, ArtifactError) and "trace_tokens" in str(other.exception)
     assert "--force" in other.exception.mend and manifest.stat().st_mtime_ns == written
+    shorter = call(*base, "--seq-len", 24)
+    assert isinstance(shorter.exception, ArtifactError) and "--data, --samples or --seq-len" in str(shorter.exception)
+    assert manifest.stat().st_mtime_ns == written
     assert call(*base, "--trace-tokens", 7, "--force").exit_code == 0
     assert Profile.open(manifest.parent).manifest.trace_tokens == 7
 

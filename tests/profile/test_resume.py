@@ -118,7 +118,7 @@ def test_a_stopped_replacement_goes_on_without_force(
     """The old profile is whole until then, and still in the way of a job that was not begun."""
     old = job_of(model, None)
     folder = build(old, tmp_path / "profile").folder
-    with pytest.raises(ArtifactError, match="quantized"):
+    with pytest.raises(ArtifactError, match="another draft, or without"):
         stage.find_identical(folder, job, force=False)
     with monkeypatch.context() as patch, pytest.raises(Stop):
         stop_at(patch, "save", 7, "after")
