@@ -32,13 +32,15 @@ class Facts:
 
     Attributes:
         rows: name to a value or a list of lines.
+        numbers: what some of them say in words, for programs.
     """
 
     rows: dict[str, Any] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """The same as one object; names become keys."""
-        return {name.replace(" ", "_"): value for name, value in self.rows.items()}
+        return {name.replace(" ", "_"): value for name, value in self.rows.items()} | self.numbers
 
 
 def describe_path(path: Path, artifacts: Path, verify: bool) -> Facts:
@@ -112,6 +114,10 @@ def _head(kind: str, cls: type, folder: Path, files: dict[str, FileEntry], verif
     }
 
 
+def _of_files(rows: dict[str, Any], files: dict[str, FileEntry]) -> Facts:
+    return Facts(rows, {"size_bytes": sum(entry.size_bytes for entry in files.values()), "num_files": len(files)})
+
+
 def _file_rows(files: dict[str, FileEntry]) -> list[str]:
     width = max(len(name) for name in files)
     return [f"{n:<{width}}  {format_size(e.size_bytes):>9}  {e.sha256[:16]}" for n, e in sorted(files.items())]
@@ -141,7 +147,7 @@ def _quantized(folder: Path, verify: bool) -> Facts:
         "settings": _settings(manifest.settings),
         "files": _file_rows(manifest.files),
     }
-    return Facts(rows)
+    return _of_files(rows, manifest.files)
 
 
 def _profile(folder: Path, verify: bool) -> Facts:
@@ -163,7 +169,7 @@ def _profile(folder: Path, verify: bool) -> Facts:
         "settings": _settings(manifest.settings),
         "files": _file_rows(manifest.files),
     }  # fmt: skip
-    return Facts(rows)
+    return _of_files(rows, manifest.files)
 
 
 def _draft(manifest: ProfileManifest) -> list[str] | str:
@@ -216,7 +222,7 @@ def _pack(folder: Path, verify: bool) -> Facts:
         ],
         "files": _file_rows(manifest.files),
     }  # fmt: skip
-    return Facts(rows)
+    return _of_files(rows, manifest.files)
 
 
 def _model(folder: Path) -> Facts:
@@ -236,7 +242,7 @@ def _model(folder: Path) -> Facts:
         "parameters": f"{experts} in routed experts",
         "next": f"moespeq quantize --model {folder}",
     }
-    return Facts(rows)
+    return Facts(rows, {"size_bytes": total, "num_tensors": len(checkpoint.tensors)})
 
 
 def _deployment(path: Path) -> Facts:

@@ -48,6 +48,7 @@ def test_every_artifact_tells_its_model_sizes_settings_and_checksums(artifacts: 
             assert name in done.stdout and entry["sha256"][:16] in done.stdout
         value = json.loads(moespeq("inspect", folder, "--artifacts", artifacts, "--json").stdout)
         assert value["kind"].startswith(kind) and value["path"] == str(folder) and digest in value["model"]
+        assert (value["size_bytes"], value["num_files"]) == (total, len(manifest["files"]))
 
 
 def test_says_what_it_was_made_with_and_what_with_it(artifacts: Path, moespeq: Command) -> None:
