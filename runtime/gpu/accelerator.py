@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from runtime.gpu.lane import Lane
 from runtime.gpu.shortage import shortage
 from runtime.kernels.driver import check, driver
 from runtime.memory.transfer import Landing
@@ -26,7 +27,6 @@ Run = Callable[[Bring | None], None]
 """Queues a recorded pass."""
 
 SMALLER = "make the expert cache smaller (--expert-cache), or the context (--context)"
-_STAGING_BYTES = 4 << 20
 
 
 class Mark(Protocol):
@@ -199,45 +199,6 @@ class _CopyLanding:
         self._event.synchronize()
 
 
-class _Lane:
-    """One thread's way to the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self._staging: Tensor | None = None
-
-    def copy(self, to: Tensor, source: Tensor, pinned: bool) -> None:
-        if pinned:
-            self._queue(to, source)
-            return
-        for there, here, staging in self._staged(to, source):
-            staging.copy_(here)
-            self._queue(there, staging)
-
-    def copy_back(self, to: Tensor, source: Tensor, pinned: bool) -> None:
-        if pinned:
-            self._queue(to, source)
-            return
-        for here, there, staging in self._staged(to, source):
-            self._queue(staging, there)
-            here.copy_(staging)
-
-    def _staged(self, to: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Pieces of both, and the staging memory that each passes through."""
-        if self._staging is None:
-            self._staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
-        for first in range(0, len(source), _STAGING_BYTES):
-            piece = source[first : first + _STAGING_BYTES]
-            yield to[first : first + len(piece)], piece, self._staging[: len(piece)]
-
-    def _queue(self, to: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._stream):
-            to.copy_(source, non_blocking=True)
-            self._done.record(self._stream)
-        self._done.synchronize()
-
-
 class Cuda:
     """The current GPU.
 
@@ -322,12 +283,12 @@ class Cuda:
         """See `Accelerator`."""
         self._lane().copy_back(to, source, pinned)
 
-    def _lane(self) -> _Lane:
+    def _lane(self) -> Lane:
         """This thread's."""
-        lane: _Lane | None = getattr(self._lanes, "lane", None)
+        lane: Lane | None = getattr(self._lanes, "lane", None)
         if lane is None:
             torch.cuda.set_device(self.device)
-            lane = self._lanes.lane = _Lane(self.device)
+            lane = self._lanes.lane = Lane(self.device)
         return lane
 
     def record(self, forward: Forward, cut: bool, gated: bool = False) -> Run:
