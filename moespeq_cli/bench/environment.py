@@ -27,8 +27,10 @@ def environment() -> dict[str, Any]:
 
 
 def gpu_environment() -> dict[str, Any]:
-    """The current GPU and what drives it: name, driver, CUDA, CuPy, and the sizes that figures depend on."""
+    """The current GPU and what drives it: name, driver, CUDA, CuPy, NUMA node, and the sizes that figures depend on."""
     import torch
+
+    from runtime.kernels.device import numa_node
 
     facts = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
@@ -37,6 +39,7 @@ def gpu_environment() -> dict[str, Any]:
         "num_sms": facts.multi_processor_count,
         "memory_bytes": facts.total_memory,
         "l2_bytes": facts.L2_cache_size,
+        "numa_node": numa_node(),
         "driver": _driver(),
         "cuda": torch.version.cuda,
         "cupy": next((found for name in _CUPY if (found := _version(name)) != UNKNOWN), UNKNOWN),

@@ -148,6 +148,7 @@ def decode_built(
     sources = [arena.record(key) for key in keys[:: max(1, len(keys) // LINK_RECORDS)]]  # from all over it
     result: dict[str, Any] = {
         "environment_gpu": gpu_environment() if toolkit is None else None,
+        "host_memory_numa": {name: dataclasses.asdict(parts.tier.nearness()) for name, parts in made.items()},
         "asked": dataclasses.asdict(asked) | {"disk": asked.disk is not None},
         "geometry": asked.geometry,
         "layers": config.num_hidden_layers,

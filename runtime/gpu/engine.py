@@ -115,6 +115,7 @@ class GpuEngine(BaseEngine):
                     "expert_cache": self._experts.num_bytes,
                 },
                 "host_memory_pinned": parts.tier.pinned,
+                "host_memory_numa": dataclasses.asdict(parts.tier.nearness()),
             }
             if plan.num_slots >= spec.num_records:
                 self._load_all()

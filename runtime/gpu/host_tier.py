@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from runtime.gpu.accelerator import Accelerator
+from runtime.kernels.device import numa_node
 from runtime.memory.cache import ExpertCache
 from runtime.memory.eviction import make_policy
 from runtime.memory.location import ExpertKey
+from runtime.memory.numa import Nearness, nearness, prefer
 from runtime.memory.slots import SlotPool
 from runtime.memory.stats import CacheStats
 from runtime.memory.store import RecordFacts, RecordReader, RecordStore
@@ -42,6 +44,10 @@ class HostTier(Protocol):
     @property
     def stats(self) -> CacheStats | None: ...
 
+    def nearness(self) -> Nearness:
+        """Where its memory lies, as seen from the GPU."""
+        ...
+
     def lend(self, key: ExpertKey, first: Callable[[], None]) -> AbstractContextManager[Tensor]:
         """A record, uint8 [slot_bytes], to be copied to the device inside; it may wait for the disk.
 
@@ -64,18 +70,25 @@ class HostTier(Protocol):
 class PinnedPool(SlotPool):
     """Slots of a mapping that the GPU's copy engines read, as exactly as many bytes as asked for.
 
-    The pinned allocators of torch and CuPy round up to powers of two; a registered mapping does not.
+    The pinned allocators of torch and CuPy round up to powers of two; a registered mapping does not. Its pages come
+    from the GPU's NUMA node, where that can be chosen.
 
     Attributes:
         pinned: whether the driver took it; a limit on locked memory may forbid that.
+        node: the GPU's NUMA node; None where it is unknown.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         super().__init__(num_slots, slot_bytes)
-        self.pinned = False
+        self.pinned, self.node = False, numa_node()
         if torch.cuda.is_available():
             address = self.tensor(0).data_ptr()
+            prefer(address, self.total_bytes, self.node)  # before the driver touches every page
             self.pinned = int(_runtime().cudaHostRegister(address, self.total_bytes, _REGISTER_PORTABLE)) == 0
+
+    def nearness(self) -> Nearness:
+        """Where its pages lie, of those that are there."""
+        return nearness(self.tensor(0).data_ptr(), self.total_bytes, self.node)
 
     def release(self) -> None:
         """Unpin the memory and give it back; copies must have ended."""
@@ -125,6 +138,10 @@ class Arena:
             raise
         threads.shutdown()
         return cls(pool, slots)
+
+    def nearness(self) -> Nearness:
+        """See `HostTier`."""
+        return self._pool.nearness()
 
     def record(self, key: ExpertKey) -> Tensor:
         """A record, uint8 [slot_bytes]."""
@@ -179,6 +196,10 @@ class HostCache:
         self.pinned = self._pool.pinned
         self.cache = ExpertCache(store, self._pool, make_policy("lookahead"), max(DISK_READS, parallel_reads))
         self.stats = self.cache.stats
+
+    def nearness(self) -> Nearness:
+        """See `HostTier`."""
+        return self._pool.nearness()
 
     @contextmanager
     def lend(self, key: ExpertKey, first: Callable[[], None]) -> Iterator[Tensor]:

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from runtime.kernels.device import numa_node
+from runtime.memory.numa import preferred
+
 _STAGING_BYTES = 4 << 20
 
 
@@ -43,7 +46,8 @@ class Lane:
     def _staged(self, to: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Pieces of both, and the staging memory that each passes through."""
         if self._staging is None:
-            self._staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+            with preferred(numa_node()):
+                self._staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
         for first in range(0, len(source), _STAGING_BYTES):
             piece = source[first : first + _STAGING_BYTES]
             yield to[first : first + len(piece)], piece, self._staging[: len(piece)]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from runtime.errors import KernelError
 from runtime.kernels.driver import check, driver
+from runtime.memory.numa import SYSFS, node_of_device
 
 _OLDEST = (8, 0)
 _SMEM_PER_BLOCK_OPTIN = 97  # CUdevice_attribute
+_PCI_ADDRESS_BYTES = 32  # an address takes 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,20 @@ def current_gpu() -> Gpu:
             mend="run on a machine with such a GPU and with a CUDA build of torch",
         )
     return _gpu(torch.cuda.current_device())
+
+
+def numa_node(sysfs: Path = SYSFS) -> int | None:
+    """The NUMA node of the GPU that is current in torch; None where the machine does not say, or there is no GPU.
+
+    Args:
+        sysfs: where bus/ is.
+    """
+    if not torch.cuda.is_available():
+        return None
+    address = ctypes.create_string_buffer(_PCI_ADDRESS_BYTES)
+    if driver().cuDeviceGetPCIBusId(address, len(address), torch.cuda.current_device()) != 0:
+        return None
+    return node_of_device(address.value.decode(), sysfs)
 
 
 @functools.cache

@@ -90,6 +90,8 @@ def test_residual_records_go_through_the_same_parts(tmp_path: Path) -> None:
     result = measure("qwen1.5-moe", [], sizes, disk=tmp_path, **asked)
     assert [row["encoding"] for row in result["disk"]] == ["residual"] * 3
     assert result["compared"]["ways"] == 3 and result["residual"]["bits_per_weight"] < 12
+    assert list(result["host_memory_numa"]) == ["raw", "residual"]
+    assert all(set(place) == {"gpu_node", "share_at_it"} for place in result["host_memory_numa"].values())
     assert all(row["disk_bytes_per_token"] > 0 for row in result["disk"][1:])
     assert not list(tmp_path.iterdir())
 
