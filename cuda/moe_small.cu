@@ -365,9 +365,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_small(
   Source source;
   int fill = 0;
   copied.phase = 1, source.unit = source.end = 0;
-  // With few tiles the blocks that have one more than others are late, and what the others copy for down makes them later. So then a warp leaves
-  // its stages empty until its tiles are done.
-  const bool few_tiles = me.num_active * TILES1 <= FEW_TILES * TEAMS * (int)gridDim.x;
+  // In BF16 with few tiles the blocks that have one more than others are late, and what the others copy for down makes them later. So then a warp
+  // leaves its stages empty until its tiles are done.
+  const bool few_tiles = FORM == BF16 && me.num_active * TILES1 <= FEW_TILES * TEAMS * (int)gridDim.x;
   auto copy_next = [&](bool hold) {   // fills the next stage and its note; phase 0 in the note: there is no more
     if (source.unit >= source.end && copied.phase) {
       if (in_flight) me.publish(walk.ordinal, claim), check(claim), in_flight = false;
