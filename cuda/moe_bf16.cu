@@ -174,8 +174,8 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
 #pragma unroll 1
     for (int group = 0; group < groups; group++) {
       const bool works = group < count;
-      const u8* tokens = tokens_of(works ? group : 0);
-      const u8* next = tokens_of(group + 1 < count ? group + 1 : 0);
+      const u8* tokens = works ? tokens_of(group) : h;   // a warp without entries has no place in the list either
+      const u8* next = works ? tokens_of(group + 1 < count ? group + 1 : 0) : h;
 #pragma unroll
       for (int k = 0; k < STEPS; k++) {
         if (!there) barrier_wait(full + at.slot * 8, at.parity);

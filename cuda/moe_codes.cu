@@ -41,6 +41,9 @@
 #ifndef BESIDE
 #define BESIDE 0       // whether the next kernel may run beside this one, and so starts as soon as it can
 #endif
+#ifndef H_AT_ONCE
+#define H_AT_ONCE 4    // pieces of a single token's h that a thread looks for at once
+#endif
 #define UNIT_K 128
 #define UNIT_BYTES (CODE_BYTES + 32 * SCALE_SETS)
 #define STAGE_UNITS 16
@@ -76,27 +79,29 @@
 #include "roles.cuh"
 
 static_assert(STAGE_UNITS % (2 * TEAM) == 0, "a member has two units of a stage, or four");
+static_assert(!H_SHARED || OFF_H + TOP_K * H_PITCH <= OFF_RED, "a single token's h beside its x");
+
 // A single token's h of all entries to shared memory, by the compute warps, zeros behind their ends
 __device__ __forceinline__ void hold_h(const Args& args, int num_active, u32 parity) {
-  constexpr int PIECES = H_PITCH / 16, AT_ONCE = 4;
+  constexpr int PIECES = H_PITCH / 16;
   const u16* h = args.h + (u64)parity * MAX_PAIRS * INTER;
 #pragma unroll 1
-  for (int first = threadIdx.x; first < num_active * PIECES; first += AT_ONCE * COMPUTE * 32) {
-    uint4 v[AT_ONCE];
+  for (int first = threadIdx.x; first < num_active * PIECES; first += H_AT_ONCE * COMPUTE * 32) {
+    uint4 v[H_AT_ONCE];
     bool all;
     do {                          // as in await_h
       all = true;
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
+      for (int i = 0; i < H_AT_ONCE; i++) {
         const int n = first + i * COMPUTE * 32, entry = n / PIECES, piece = n - entry * PIECES;
         v[i] = make_uint4(0, 0, 0, 0);
         if (n < num_active * PIECES && piece * 8 < INTER) v[i] = load_shared_by_grid(h + (u64)active_list()[entry].y * INTER + piece * 8);
       }
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) all = all && v[i].x != 0xffffffffu;
+      for (int i = 0; i < H_AT_ONCE; i++) all = all && v[i].x != 0xffffffffu;
     } while (!all);
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
+    for (int i = 0; i < H_AT_ONCE; i++) {
       const int n = first + i * COMPUTE * 32;
       if (n < num_active * PIECES) *(uint4*)(smem + OFF_H + n * 16) = v[i];
     }
@@ -221,7 +226,8 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
     at.next();
   };
   if (H_SHARED && args.num_tokens == 1) {                         // all of h to shared memory, once for all rows
-    hold_h(args, num_active, parity);
+    if (blockIdx.x < TILES2) hold_h(args, num_active, parity);
+    __syncwarp();
     barrier_of<COMPUTE * 32>(1);
     const u32 tokens = shared + OFF_H + team * H_PITCH + k0 * 2;
 #pragma unroll 1
@@ -236,6 +242,7 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
           if (first + i * TEAM + member >= units) break;
           while (u >= UNITS2) u -= UNITS2, e++;
           u32 token[B_REGS];
+          __syncwarp();
           load_x_shared(token, tokens + e * (TEAMS * H_PITCH) + u * (UNIT_K * 2));
           multiply_codes(unit0 + i * (TEAM * UNIT_BYTES), me.lane, token, acc, [](int) {});
           if (u + TEAM >= UNITS2) put_part(me.lane, e * TEAMS + team, u % TEAM, acc);

@@ -34,20 +34,20 @@ class Layer:
         roles: bool = False,
         stages: int = 3,
         beside: bool = False,
-        few_tiles: int | None = None,
+        more: dict[str, int] | None = None,
         block_dim: int = 128,
+        smem_bytes: int | None = None,
     ) -> None:
         self.shape, self.layout = shape, SlotLayout(shape, form)
         if roles and not form.is_coded:
-            chosen = bf16_plan.plan(self.layout, max_tokens, FusedConfig(), ANY_SMEM_BYTES)
+            chosen = bf16_plan.plan(self.layout, max_tokens, FusedConfig(), smem_bytes or ANY_SMEM_BYTES)
         elif roles:
-            chosen = codes_plan.plan(self.layout, max_tokens, 0, FEW_ROLES_BYTES, beside)
+            chosen = codes_plan.plan(self.layout, max_tokens, 0, smem_bytes or FEW_ROLES_BYTES, beside)
         else:
             config = FusedConfig(block_dim=block_dim, stages=stages)
             chosen = fused_plan.plan(self.layout, max_tokens, config, ANY_SMEM_BYTES)
         self.defines, self.most_first_claim = dict(chosen.source.defines), chosen.most_first_claim
-        if few_tiles is not None:
-            self.defines["FEW_TILES"] = few_tiles
+        self.defines |= more or {}
         self.kernel = emulated.build(self.layout, self.defines, folder, arch, chosen.source.name, edit)
         assert self.kernel.library.shared_bytes() == chosen.smem_bytes
         random = torch.Generator().manual_seed(7)
@@ -220,7 +220,9 @@ def test_two_stages_are_enough(folder: Path) -> None:
 def test_down_may_wait_for_the_tiles_of_a_warp(folder: Path, stages: int) -> None:
     """Held or not, the bits are the same; with more blocks than tiles, too, and with blocks without rows."""
     shape = ExpertShape(5, 2, 152, 200)
-    at_once, held = (Layer(folder, shape, WeightForm("bf16"), stages=stages, few_tiles=few) for few in (0, 1000))
+    at_once, held = (
+        Layer(folder, shape, WeightForm("bf16"), stages=stages, more={"FEW_TILES": few}) for few in (0, 1000)
+    )
     for seed, tokens in enumerate((1, 3, 8)):
         batch = at_once.batch(tokens, seed)
         y = at_once.run(*batch)
@@ -234,7 +236,7 @@ def test_down_may_wait_for_the_tiles_of_a_warp(folder: Path, stages: int) -> Non
 )
 def test_bf16_by_warps_with_roles_has_the_bits_of_warps_that_are_alike(folder: Path, shape: ExpertShape) -> None:
     alike = Layer(folder, shape, WeightForm("bf16"), block_dim=512)
-    roles, held = (Layer(folder, shape, WeightForm("bf16"), roles=True, few_tiles=few) for few in (0, 1000))
+    roles, held = (Layer(folder, shape, WeightForm("bf16"), roles=True, more={"FEW_TILES": few}) for few in (0, 1000))
     assert [alike.defines[name] for name in ("TEAM", "PARTS")] == [roles.defines[name] for name in ("TEAM", "PARTS")]
     for seed, tokens in enumerate((1, 8, 5)):
         batch = alike.batch(tokens, seed)
@@ -243,6 +245,48 @@ def test_bf16_by_warps_with_roles_has_the_bits_of_warps_that_are_alike(folder: P
             assert torch.equal(layer.run(*batch, grid=3, resident=2, seed=seed, first_claim=1 + seed % 2), y)
     batch = alike.batch(1)  # blocks without rows, and a team without entries in the last shape
     assert torch.equal(held.run(*batch, grid=66, resident=3), alike.run(*batch, grid=3))
+
+
+def test_bf16_by_warps_with_roles_in_fewer_stages_than_an_entry_has(folder: Path) -> None:
+    """And with experts that are not here, so that some warps have no entry."""
+    layer = Layer(folder, ExpertShape(6, 3, 1024, 1152), WeightForm("bf16"), roles=True, smem_bytes=150 << 10)
+    assert layer.defines["STAGES"] == 2
+    for seed, tokens in enumerate((1, 4)):
+        batch = layer.batch(tokens, seed)
+        y = layer.run(*batch, grid=3, resident=2, seed=seed)
+        assert layer.error(y[0], *(t[0] for t in batch)) < 3e-3
+        pairs = torch.full((tokens, 3, 1024), float("nan"))
+        here = torch.arange(6) % 2 == 0
+        absent = torch.full_like(layer.slot_of, -1)
+        layer.run(*batch, slot_of=torch.where(here, layer.slot_of, absent), pairs=pairs, copies=emulated.LATE)
+        rest = torch.where(here, absent, layer.slot_of)
+        assert torch.equal(layer.run(*batch, slot_of=rest, pairs=pairs, resume=True, seed=seed), y)
+
+
+@pytest.mark.parametrize(
+    ("inner", "compute", "at_once"),
+    [
+        (392, 16, 4),
+        (392, 8, 4),
+        (392, 8, 1),
+        (120, 16, 4),
+    ],  # a thread has one piece of h, two at once or in turn; one unit
+)
+def test_a_single_wide_token_has_the_bits_that_it_has_among_others(
+    folder: Path, inner: int, compute: int, at_once: int
+) -> None:
+    """Its h lies in shared memory; each team has several entries."""
+    smem_bytes = 232448 if compute == 16 else FEW_ROLES_BYTES
+    shape, more = ExpertShape(8, 6, 2304, inner), {"H_AT_ONCE": at_once}
+    layer = Layer(folder, shape, WeightForm("int4", 128), roles=True, smem_bytes=smem_bytes, more=more)
+    assert layer.defines["COMPUTE"] == compute
+    x, index, weights = layer.batch(2)
+    y = layer.run(x, index, weights, grid=3)
+    assert layer.error(y[0], x[0], index[0], weights[0]) < 3e-3
+    for row, grid, resident in ((0, 1, 1), (0, 3, 3), (1, 5, 2)):
+        alone = tuple(t[:, row : row + 1].contiguous() for t in (x, index, weights))
+        got = layer.run(*alone, grid=grid, resident=resident, seed=row, copies=emulated.LATE)
+        assert torch.equal(got[0, 0], y[0, row])
 
 
 MORE_BLOCKS: dict[str, tuple[WeightForm, bool, tuple[str, str] | None]] = {
@@ -257,7 +301,9 @@ MORE_BLOCKS: dict[str, tuple[WeightForm, bool, tuple[str, str] | None]] = {
 def test_more_blocks_than_rows_all_at_once(folder: Path, kind: str) -> None:
     """As 132 processors compute a hidden size of 2048: some blocks have tiles of gate and up, but no rows of down."""
     form, roles, edit = MORE_BLOCKS[kind]
-    layer = Layer(folder, ExpertShape(5, 3, 1024, 256), form, roles=roles, block_dim=512, few_tiles=3, edit=edit)
+    layer = Layer(
+        folder, ExpertShape(5, 3, 1024, 256), form, roles=roles, block_dim=512, more={"FEW_TILES": 3}, edit=edit
+    )
     batch = layer.batch(1)
     if edit is not None:
         with pytest.raises(AssertionError, match="no thread gets on"):
@@ -317,7 +363,7 @@ FAULTS = {
     "the tokens of the next entry are those of this one": (
         True,
         "tokens_of(group + 1 < count ? group + 1 : 0)",
-        "tokens_of(works ? group : 0)",
+        "tokens_of(group)",
         "error",
     ),
     "the last claim is not seen": (False, "*state = ~c & 0x80000000u;", ";", "error"),

@@ -109,7 +109,10 @@ void barrier_expect_more(u32 barrier, u32 bytes) {
   if (b.pending == 0) simt::fail("bytes expected of a phase that may be over");
   b.bytes += bytes;
 }
-void barrier_arrive(u32 barrier) { barrier_arrive_times(barrier, 1); }
+void barrier_arrive(u32 barrier) {
+  barrier_arrive_times(barrier, 1);
+  if (simt::lane().machine->random() % 8 == 0) simt::yield("others, behind an arrival");   // what follows may come after what it lets go
+}
 void barrier_arrive_times(u32 barrier, u32 n) {
   simt::Barrier& b = barrier_at(barrier);
   if (b.pending < (int)n) simt::fail("more arrivals than an mbarrier expects");

@@ -13,6 +13,17 @@
 #include "simt.hpp"
 
 namespace simt {
+template <class T> struct Guarded {   // memory between pages that nobody may touch, at whose end it ends
+  using value_type = T;
+  static size_t whole(size_t n) { return (n + 4095) / 4096 * 4096 + 8192; }
+  T* allocate(size_t n) {
+    char* at = (char*)mmap(nullptr, whole(n), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (at == (char*)MAP_FAILED) throw std::bad_alloc();
+    mprotect(at, 4096, PROT_NONE), mprotect(at + whole(n) - 4096, 4096, PROT_NONE);
+    return (T*)(at + whole(n) - 4096 - (n + 15) / 16 * 16);
+  }
+  void deallocate(T* p, size_t n) { munmap((char*)p + (n + 15) / 16 * 16 + 4096 - whole(n), whole(n)); }
+};
 struct Barrier { u32 expected = 0, pending = 0; long long bytes = 0; u64 phase = 0; };   // an mbarrier
 struct Bulk { u32 dst; std::vector<u8> data; u32 barrier; };
 struct Gate { u32 arrived = 0, threads = 0; u64 round = 0; };                            // a barrier of so many threads
@@ -36,7 +47,7 @@ struct Lane : Place {
 struct Block {
   Machine* machine = nullptr;
   u32 live = 0;
-  std::vector<u8> shared;
+  std::vector<u8, Guarded<u8>> shared;
   std::unique_ptr<Lane[]> lanes;
   std::vector<Warp> warps;
   std::vector<u8> slow;     // warps that run a hundred times less often
