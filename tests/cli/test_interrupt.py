@@ -111,3 +111,58 @@ def test_an_interrupt_while_libraries_are_read_shows_no_traceback(tmp_path: Path
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+SWALLOWED = """
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.05)
+except BaseException:
+    pass  # as a library in C does
+whole = True
+"""
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_an_interrupt_that_a_library_swallows_ends_the_command(tmp_path: Path, library: str) -> None:
+    (tmp_path / f"{library}.py").write_text(SWALLOWED)
+    if library == "numpy":  # inside another large one, which would go on without it
+        (tmp_path / "torch.py").write_text("try:\n    import numpy\nexcept ImportError:\n    pass\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "moespeq_cli", "run", "--artifacts", str(tmp_path / "none"), "-p", "a"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (130, "") and done.stderr in ("", "stopped\n")
+
+
+def test_large_libraries_are_imported_whole_and_know_their_own_loader(tmp_path: Path) -> None:
+    (tmp_path / "cupy.py").write_text(SWALLOWED)
+    script = (
+        "import json, signal, sys\n"
+        "from moespeq_cli.patience import import_patiently\n"
+        "import_patiently(), import_patiently()\n"
+        "try:\n"
+        "    import cupy\n"
+        "except KeyboardInterrupt:\n"
+        "    interrupted = True\n"
+        "usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+        "import numpy, importlib.resources\n"
+        "ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "import cupy\n"  # a background job's: nobody interrupts
+        "print(json.dumps([interrupted, usual, cupy.whole, type(numpy.__spec__.loader).__name__,\n"
+        "    importlib.resources.files('numpy').is_dir()]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert json.loads(done.stdout or "null") == [True, True, True, "SourceFileLoader", True], done.stderr
