@@ -204,6 +204,19 @@ template <class AFTER> __device__ __forceinline__ void multiply_codes(u32 unit, 
 template <int STEP> __device__ __forceinline__ int share_of(int count, int first) { return count > first ? (count - first - 1) / STEP + 1 : 0; }
 __device__ __forceinline__ void add4(float* a, const float* b) { a[0] += b[0], a[1] += b[1], a[2] += b[2], a[3] += b[3]; }
 
+// v = the sums of N warps from `at` on, added as a balanced tree
+template <int N> __device__ __forceinline__ void add_warps(u32 at, float* v) {
+  if constexpr (N == 1) {
+    const float4 f = lds_f128(at);
+    v[0] = f.x, v[1] = f.y, v[2] = f.z, v[3] = f.w;
+  } else {
+    float w[4];
+    add_warps<N / 2>(at, v);
+    add_warps<N / 2>(at + N / 2 * 512, w);
+    add4(v, w);
+  }
+}
+
 // Applies the activation to a tile's sums (gate rows r, up rows r + 8) and stores h
 __device__ __forceinline__ void store_h(const Args& args, int lane, int entry, int tile, const float* acc, u32 parity) {
   const int r = lane / 4, q = lane % 4;

@@ -111,19 +111,6 @@ __device__ __forceinline__ Note read_note(u32 at) {
   return n;
 }
 
-// v = the sums of N members from `at` on, added as a balanced tree
-template <int N> __device__ __forceinline__ void add_members(u32 at, float* v) {
-  if constexpr (N == 1) {
-    const float4 f = lds_f128(at);
-    v[0] = f.x, v[1] = f.y, v[2] = f.z, v[3] = f.w;
-  } else {
-    float w[4];
-    add_members<N / 2>(at, v);
-    add_members<N / 2>(at + N / 2 * 512, w);
-    add4(v, w);
-  }
-}
-
 // The tokens of a unit for this lane's column, a piece i of 32 k at a time; `k` is this lane's first k of it
 __device__ __forceinline__ void load_x(u32* r, const u16* at, int k, int i) {
   uint4 v = make_uint4(0, 0, 0, 0);
@@ -367,7 +354,7 @@ __device__ __forceinline__ void finish(const Args& args, const Warp& me, u32 sha
     const int2 note = ((const int2*)(smem + OFF_RED_NOTE))[place];
     if (note.x < 0) break;
     float sum[4];
-    add_members<TEAM>(shared + OFF_RED + place * (TEAM * 512) + me.lane * 16, sum);
+    add_warps<TEAM>(shared + OFF_RED + place * (TEAM * 512) + me.lane * 16, sum);
     barrier_arrive(red_empty + place * 8);
     store_h(args, me.lane, note.x, note.y, sum, parity);
   }

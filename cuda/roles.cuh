@@ -12,19 +12,6 @@ static_assert(TEAMS > 1 ? FINISHERS >= TEAMS : FINISHERS <= RED_BUFFERS, "a fini
 __device__ __forceinline__ u32* sources() { return (u32*)(smem + OFF_SOURCE); }
 struct Warp { int warp, lane; };
 
-// v = the sums of N warps of the team from `at` on, added as a balanced tree
-template <int N> __device__ __forceinline__ void add_warps(u32 at, float* v) {
-  if constexpr (N == 1) {
-    const float4 f = lds_f128(at);
-    v[0] = f.x, v[1] = f.y, v[2] = f.z, v[3] = f.w;
-  } else {
-    float w[4];
-    add_warps<N / 2>(at, v);
-    add_warps<N / 2>(at + N / 2 * 512, w);
-    add4(v, w);
-  }
-}
-
 struct Ring {    // a place in the ring and its parity
   int slot, parity;
   __device__ __forceinline__ void next() {

@@ -9,7 +9,6 @@ from runtime.kernels.fused_plan import COLUMNS, MAX_PAIRS, FusedPlan, layer_valu
 from runtime.kernels.layout import SlotLayout
 
 SOURCE = "moe_bf16.cu"
-CAPABILITY = (9, 0)  # of the GPU, at least
 TEAM = 8  # compute warps that share a tile, and units of a stage
 _TEAMS, _FINISHERS = 2, 2
 _UNIT_COLUMNS = 128
