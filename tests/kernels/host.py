@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from runtime.kernels.compile import kernel_folder
+from runtime.kernels.compile import Source, kernel_folder
 
 _TYPES: dict[str, Any] = {
     "int": ctypes.c_int,
@@ -114,3 +114,10 @@ def _ctype(kind: str) -> Any:
 
 def _taking_arrays(call: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *values: call(*(value.ctypes.data if hasattr(value, "ctypes") else value for value in values))
+
+
+def preprocessed(check: Path, source: Source) -> str:
+    """What the preprocessor says of `check`, which includes a kernel, with the macros of a source; empty is good."""
+    macros = [f"-D{name}={value}" for name, value in source.defines]
+    command = [cxx(), *macros, "-E", "-P", "-nostdinc", f"-I{kernel_folder()}", "-o", "/dev/null", str(check)]
+    return subprocess.run(command, capture_output=True, text=True).stderr

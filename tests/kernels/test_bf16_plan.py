@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,10 @@ from moespeq_cli.bench.geometry import KNOWN
 from runtime.errors import ShapeError
 from runtime.kernels import bf16_plan, fused, fused_plan
 from runtime.kernels.catalog import A100, H200
-from runtime.kernels.compile import kernel_folder
 from runtime.kernels.fused_config import FusedConfig
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.shape import ExpertShape, WeightForm
-from tests.kernels.host import cxx
+from tests.kernels.host import cxx, preprocessed
 
 LIMIT_BYTES, BF16, ROLES = H200.smem_per_block_bytes, WeightForm("bf16"), FusedConfig(bf16_roles=1)
 CHECK = """#include "moe_bf16.cu"
@@ -64,9 +62,7 @@ def test_the_source_needs_what_the_plan_says(check: Path, shape: ExpertShape, to
     assert chosen.smem_bytes <= LIMIT_BYTES and chosen.threads <= 1024 and chosen.max_tokens == tokens
     values = dict(chosen.source.defines)
     assert all(values[name] == alike[name] for name in ("TEAM", "PARTS", "HIDDEN", "INTER", "TOP_K", "MAX_PAIRS"))
-    macros = [f"-D{name}={value}" for name, value in chosen.source.defines]
-    command = [cxx(), *macros, "-E", "-P", "-nostdinc", f"-I{kernel_folder()}", "-o", "/dev/null", str(check)]
-    assert subprocess.run(command, capture_output=True, text=True).stderr == ""
+    assert preprocessed(check, chosen.source) == ""
 
 
 @pytest.mark.parametrize(

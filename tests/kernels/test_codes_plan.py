@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +13,12 @@ from moespeq_cli.bench.geometry import KNOWN, Geometry
 from runtime.errors import ShapeError
 from runtime.kernels import codes_plan, fused
 from runtime.kernels.catalog import A100, H200
-from runtime.kernels.compile import kernel_folder
 from runtime.kernels.device import Gpu
 from runtime.kernels.fused_config import FusedConfig
 from runtime.kernels.fused_plan import MAX_PAIRS, MAX_TOKENS
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.shape import ExpertShape, Kind, WeightForm
-from tests.kernels.host import cxx
+from tests.kernels.host import cxx, preprocessed
 from tests.kernels.test_fused_plan import LIMITS, forms, shapes
 
 CHECK = """#include "moe_codes.cu"
@@ -67,9 +65,7 @@ def test_the_source_needs_what_the_plan_says(
         return
     chosen, one = codes_plan.plan(layout, tokens, 0, limit), codes_plan.plan(layout, 1, 0, limit)
     assert chosen.smem_bytes <= limit and chosen.threads <= 1024 and 1 <= chosen.max_tokens <= tokens
-    macros = [f"-D{name}={value}" for name, value in chosen.source.defines]
-    command = [cxx(), *macros, "-E", "-P", "-nostdinc", f"-I{kernel_folder()}", "-o", "/dev/null", str(check)]
-    assert subprocess.run(command, capture_output=True, text=True).stderr == ""
+    assert preprocessed(check, chosen.source) == ""
     values, single = dict(chosen.source.defines), dict(one.source.defines)
     assert values["TEAM"] == single["TEAM"]  # with the layer's sizes, all that the order of sums depends on
 

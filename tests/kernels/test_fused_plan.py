@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
-import subprocess
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +13,13 @@ from hypothesis import strategies as st
 from moespeq_cli.bench.geometry import KNOWN, Geometry
 from runtime.errors import InputError, KernelError, ShapeError
 from runtime.kernels.catalog import A100, CATALOG, CONSUMER, H200
-from runtime.kernels.compile import Source, compile_cubin, kernel_folder
+from runtime.kernels.compile import Source, compile_cubin
 from runtime.kernels.fused import plan as choose
 from runtime.kernels.fused_config import MAX_STAGES, FusedConfig
 from runtime.kernels.fused_plan import COLUMNS, MAX_TOKENS, FusedPlan, plan
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.shape import Activation, ExpertShape, WeightForm
+from tests.kernels.host import cxx, preprocessed
 
 LIMITS = {name: gpu.smem_per_block_bytes for name, gpu in (("H200", H200), ("A100", A100), ("99 KiB", CONSUMER))}
 FORMS = [WeightForm("int4", 32), WeightForm("int4", 64), WeightForm("int4"), WeightForm("int8", -1), WeightForm("bf16")]
@@ -186,11 +184,7 @@ def test_a_block_claims_no_more_than_its_share() -> None:
 @pytest.fixture(scope="module")
 def preprocess(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Whether the source's own conditions hold for some defines; its arithmetic is done by the C preprocessor."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-    if compiler is None:
-        if os.environ.get("MOESPEQ_REQUIRE_CXX"):
-            pytest.fail("no C++ compiler: install g++ or set CXX")
-        pytest.skip("no C++ compiler: install g++ or set CXX")
+    cxx()
     folder = tmp_path_factory.mktemp("preprocess")
     (folder / "conditions.cpp").write_text(
         '#include "moe_small.cu"\n'
@@ -200,13 +194,7 @@ def preprocess(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "#if OFF_QUEUE % 8 || OFF_BARRIER % 8 || OFF_NOTE % 16 || OFF_LIST % 8 || OFF_RED % 16\n"
         "#error places\n#endif\n"
     )
-    kept = "-E", "-P", "-nostdinc", f"-I{kernel_folder()}", "-o", os.devnull, str(folder / "conditions.cpp")
-
-    def run(source: Source) -> str:
-        defines = [f"-D{name}={value}" for name, value in source.defines]
-        return subprocess.run([compiler, *defines, *kept], capture_output=True, text=True, check=False).stderr
-
-    return run
+    return lambda source: preprocessed(folder / "conditions.cpp", source)
 
 
 class TestSharedMemory:

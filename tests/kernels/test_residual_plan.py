@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,11 @@ from hypothesis import strategies as st
 from moespeq_cli.bench.geometry import KNOWN, Geometry
 from runtime.errors import ShapeError
 from runtime.kernels import fused_plan, residual_plan
-from runtime.kernels.compile import kernel_folder
 from runtime.kernels.dequant import plain_layout
 from runtime.kernels.fused_config import FusedConfig
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.shape import ExpertShape, WeightForm
-from tests.kernels.host import cxx
+from tests.kernels.host import cxx, preprocessed
 from tests.kernels.test_fused_plan import LIMITS, forms, shapes
 
 CHECK = """#include "moe_residual.cu"
@@ -58,9 +56,7 @@ def test_the_source_needs_what_the_plan_says(
         assert any(text in str(error) for text in ("shared memory", "columns"))
         return
     assert chosen.smem_bytes <= limit and 1 <= chosen.max_tokens <= tokens
-    macros = [f"-D{name}={value}" for name, value in chosen.source.defines]
-    command = [cxx(), *macros, "-E", "-P", "-nostdinc", f"-I{kernel_folder()}", "-o", "/dev/null", str(check)]
-    assert subprocess.run(command, capture_output=True, text=True).stderr == ""
+    assert preprocessed(check, chosen.source) == ""
     plain = dict(fused_plan.plan(plain_layout(layout), tokens, FusedConfig(), limit).source.defines)
     values = dict(chosen.source.defines)
     assert [values[name] for name in ("TEAM", "PARTS")] == [plain[name] for name in ("TEAM", "PARTS")]
