@@ -13,7 +13,7 @@
 //   Phase 2, down: PARTS of a team's warps share an entry, so a team has TEAM / PARTS entries at once, and a stage has PARTS units of each.
 //   The tokens of all STEPS units that a warp has of an entry are under way together, as each way to the L2 and back takes longer than
 //   the products of a unit.
-// With few tiles a producer waits for those of its own team before it copies for down, as in moe_small.cu.
+// A producer waits until its team has used its tiles before it copies for down: what it asked for meanwhile would delay the tiles of others.
 #include "expert_layer.cuh"
 
 #ifndef COMPUTE
@@ -33,9 +33,6 @@
 #endif
 #ifndef STAGES
 #define STAGES 3       // of a team
-#endif
-#ifndef FEW_TILES
-#define FEW_TILES 3    // of a team
 #endif
 #define UNIT_K 128
 #define STAGE_UNITS TEAM
@@ -101,7 +98,7 @@ __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 sh
         copy_16_rows(place, src, src + (u64)INTER * HIDDEN * 2, HIDDEN * 2, min(STAGE_UNITS, UNITS1 - q * STAGE_UNITS), barrier);
       });
   });
-  if (producer.num_active * TILES1 <= FEW_TILES * TEAMS * (int)gridDim.x) producer.await_tiles();
+  producer.await_tiles();
 #pragma unroll 1
   for (int rt = blockIdx.x; rt < TILES2; rt += gridDim.x)
 #pragma unroll 1

@@ -34,7 +34,6 @@ SHAPES = (
     FusedConfig(k_split=2),
     FusedConfig(k_split=8),
     FusedConfig(block_dim=256),
-    FusedConfig(bf16_roles=1),
 )
 
 

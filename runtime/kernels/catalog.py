@@ -119,10 +119,10 @@ CATALOG: tuple[Entry, ...] = (
     *_fused(_QWEN, _INT4, 16, (H200, A100, CONSUMER)),
     *_fused(_QWEN, _INT4, 8, config=FusedConfig(block_dim=256, experts_per_block=8)),
     *_fused(_QWEN, _INT8, 8),
-    *_fused(_QWEN, _BF16, 8),
+    *_fused(_QWEN, _BF16, 8, config=FusedConfig(block_dim=512)),
     *_fused(_QWEN, _BF16, 16, (H200, A100, CONSUMER), FusedConfig(k_split=8)),
     *(
-        Entry(plan(SlotLayout(shape, _BF16), 8, FusedConfig(bf16_roles=1), H200).source, 96, (arch,))
+        Entry(plan(SlotLayout(shape, _BF16), 8, FusedConfig(), H200).source, 96, (arch,))
         for shape, arch in ((_QWEN, "sm_90"), (_DEEPSEEK, "sm_90"), (_QWEN3, "sm_90"), (_QWEN, "sm_80"))  # which traps
     ),
     *_fused(_DEEPSEEK, _INT4, 16),

@@ -26,7 +26,7 @@ def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, gpu: Gpu, bes
 
     From compute capability 9.0 up warps with roles compute, where the layer fits and the configuration does not fix
     `block_dim`: INT4 and INT8 by `codes_plan`, whatever the number of tokens, and BF16 of up to 8 tokens by
-    `bf16_plan` if the configuration asks for it. All else is computed by warps that are alike (`fused_plan`), BF16 with
+    `bf16_plan`. All else is computed by warps that are alike (`fused_plan`), BF16 with
     the same bits.
 
     Args:
@@ -43,7 +43,7 @@ def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, gpu: Gpu, bes
     if config.block_dim == 0 and gpu.capability >= codes_plan.CAPABILITY:
         if codes_plan.fits(layout, limit_bytes):
             return codes_plan.plan(layout, max_tokens, config.experts_per_block, limit_bytes, beside)
-        if config.bf16_roles and bf16_plan.fits(layout, max_tokens, config, limit_bytes):
+        if bf16_plan.fits(layout, max_tokens, config, limit_bytes):
             return bf16_plan.plan(layout, max_tokens, config, limit_bytes)
     return fused_plan.plan(layout, max_tokens, config, limit_bytes)
 

@@ -14,11 +14,11 @@ _POWERS = tuple(2**n for n in range(11))
 class FusedConfig:
     """Shape of the fused kernel; 0 is what measures fastest for each layer. A CPU run leaves it alone.
 
-    INT4 and INT8 are computed by a kernel whose warps have roles, from compute capability 9.0 up; of its shape only
-    `experts_per_block` can be fixed. A `block_dim` chooses the kernel whose warps are alike instead, which serves all
-    else in any case, and which the other values are of. No value changes what is computed, but all of them except
-    `experts_per_block` may change the order of sums, and with it bits; `stages` only where so many leave room for fewer
-    warps.
+    From compute capability 9.0 up kernels whose warps have roles compute INT4, INT8 and, where the layer fits, up to 8
+    tokens of BF16; of their shape only `experts_per_block` can be fixed. A `block_dim` chooses the kernel whose warps
+    are alike instead, which serves all else in any case, and which the other values are of. No value changes what is
+    computed, but all of them except `experts_per_block` may change the order of sums, and with it bits; `stages` only
+    where so many leave room for fewer warps.
 
     Attributes:
         block_dim: threads of a block, a power of two from 64 to 1024.
@@ -29,8 +29,6 @@ class FusedConfig:
             two up to 32. Fewer where there are fewer columns or warps.
         team: warps that share a tile of gate and up rows, a power of two up to 32. Fewer where there are fewer columns
             or warps.
-        bf16_roles: 1 computes BF16 by warps with roles too, where such a kernel takes the layer; the bits are the same.
-            It has not been timed on a GPU yet.
 
     Raises:
         InputError: a value that the kernel cannot be compiled for.
@@ -41,7 +39,6 @@ class FusedConfig:
     stages: int = 0
     k_split: int = 0
     team: int = 0
-    bf16_roles: int = 0
 
     def __post_init__(self) -> None:
         checks = (
@@ -58,7 +55,6 @@ class FusedConfig:
             ),
             (self.k_split in (0, *_POWERS[:6]), "a k_split of 0 (automatic) or a power of two up to 32", self.k_split),
             (self.team in (0, *_POWERS[:6]), "a team of 0 (automatic) or a power of two up to 32", self.team),
-            (self.bf16_roles in (0, 1), "bf16_roles of 0 or 1", self.bf16_roles),
         )
         for good, expected, found in checks:
             if not good:

@@ -17,7 +17,7 @@ from runtime.kernels.layout import SlotLayout
 from runtime.kernels.shape import ExpertShape, WeightForm
 from tests.kernels.host import cxx, preprocessed
 
-LIMIT_BYTES, BF16, ROLES = H200.smem_per_block_bytes, WeightForm("bf16"), FusedConfig(bf16_roles=1)
+LIMIT_BYTES, BF16, ROLES = H200.smem_per_block_bytes, WeightForm("bf16"), FusedConfig()
 CHECK = """#include "moe_bf16.cu"
 #if SHARED_BYTES != EXPECTED_SHARED_BYTES
 #error bytes
@@ -79,10 +79,9 @@ def test_known_layers(geometry: str, wanted: str) -> None:
     assert fused.plan(layout, 8, ROLES, H200).source.name == wanted
     assert fused.plan(layout, 16, ROLES, H200).source.name == "moe_small.cu"
     assert fused.plan(layout, 8, ROLES, A100).source.name == "moe_small.cu"
-    assert fused.plan(layout, 8, FusedConfig(), H200).source.name == "moe_small.cu"  # not asked for
-    other_sums = FusedConfig(bf16_roles=1, team=4)
+    other_sums = FusedConfig(team=4)
     assert fused.plan(layout, 8, other_sums, H200).source.name == "moe_small.cu"
-    alike = FusedConfig(bf16_roles=1, block_dim=512)
+    alike = FusedConfig(block_dim=512)
     assert fused.plan(layout, 8, alike, H200).source.name == "moe_small.cu"
 
 

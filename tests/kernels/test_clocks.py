@@ -26,7 +26,7 @@ def source_of(kernel: str) -> Source:
     layout = SlotLayout(SHAPE, form)
     if kernel == "moe_residual.cu":
         return residual_plan.plan(layout, 8, FusedConfig(), H200.smem_per_block_bytes).source
-    return plan(layout, 8, FusedConfig(bf16_roles=int(kernel == "moe_bf16.cu")), H200).source
+    return plan(layout, 8, FusedConfig(block_dim=512 * (kernel == "moe_small.cu")), H200).source
 
 
 @pytest.mark.parametrize("kernel", CLOCKS)

@@ -75,7 +75,6 @@ def test_the_source_needs_what_the_plan_says(
     [
         (H200, "int4", FusedConfig(), "moe_codes.cu"),
         (H200, "int8", FusedConfig(experts_per_block=8, k_split=8), "moe_codes.cu"),
-        (H200, "bf16", FusedConfig(), "moe_small.cu"),
         (H200, "int4", FusedConfig(block_dim=512), "moe_small.cu"),
         (A100, "int4", FusedConfig(), "moe_small.cu"),
     ],

@@ -252,9 +252,9 @@ def test_every_configuration(form: WeightForm, config: FusedConfig) -> None:
 )
 def test_bf16_by_warps_with_roles(shape: ExpertShape) -> None:
     """Right, and with the bits of warps that are alike."""
-    layer = random_layer(shape, BF16, FusedConfig(bf16_roles=1))
+    layer = random_layer(shape, BF16)
     alike = random_layer(shape, BF16, FusedConfig(block_dim=512))
-    assert plan(layer.layout, 8, FusedConfig(bf16_roles=1), current_gpu()).source.name == "moe_bf16.cu"
+    assert plan(layer.layout, 8, FusedConfig(), current_gpu()).source.name == "moe_bf16.cu"
     for tokens in (1, 2, 3, 5, 7, 8, 9, 17):
         batch = random_batch(shape, tokens, generator(tokens))
         y = layer.run(batch)
