@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import mmap
 import os
 import shutil
 import subprocess
@@ -156,6 +157,19 @@ def library(
             compile_in(work, ["-O1", *options, main, *(str(base / f"{name}.o") for name in MACHINE)])
             os.replace(work / "made.so", target)
     return ctypes.CDLL(str(target))
+
+
+def fenced(tensor: Tensor) -> Tensor:
+    """A copy that ends where a page begins that cannot be read or written; one is ahead of its first page, too."""
+    page, size = mmap.PAGESIZE, tensor.numel() * tensor.element_size()
+    pages = -(-size // page) * page
+    area = mmap.mmap(-1, pages + 2 * page)
+    copy = torch.frombuffer(area, dtype=torch.uint8)[page + pages - size : page + pages]
+    copy = copy.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    protect = ctypes.CDLL(None).mprotect
+    for fence in (copy.data_ptr() + size - pages - page, copy.data_ptr() + size):
+        assert protect(ctypes.c_void_p(fence), page, 0) == 0
+    return copy
 
 
 def machine(folder: Path) -> Path:

@@ -65,6 +65,7 @@ class Layer:
             self.pool = self.layout.pack_codes(quantize(gate_up, form), quantize(down, form), biases)
         else:
             self.pool = self.layout.pack_bf16(gate_up, down, biases)
+        self.pool = emulated.fenced(self.pool)  # no kernel may read past it
         self.slot_of = torch.randperm(experts, generator=random).int()
 
     def batch(self, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

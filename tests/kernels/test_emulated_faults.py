@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -132,3 +135,32 @@ def test_the_emulation_finds(fault: str, folder: Path) -> None:
             break
     assert found, "no schedule showed the fault"
     assert expected in found
+
+
+PAST_THE_POOL = {
+    "rows of down that are not there": (
+        ExpertShape(3, 2, 72, 256),
+        "HIDDEN % 16 == 0 || it.tile * 16 + 8 < HIDDEN",
+        "true",
+    ),
+    "columns of down that are not there": (
+        ExpertShape(3, 2, 256, 136),
+        "s.k_end = it.phase == 1 ? HIDDEN : INTER",
+        "s.k_end = it.phase == 1 ? HIDDEN : INTER + 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", PAST_THE_POOL)
+def test_a_read_past_the_pool_ends_the_process(fault: str, folder: Path) -> None:
+    """The last slot's, which weights fill to the pool's end; in processes that may die."""
+    shape, old, new = PAST_THE_POOL[fault]
+    for edit, ends in ((None, 0), ((old, new), -signal.SIGSEGV)):
+        layer = Layer(folder, shape, WeightForm("bf16"), edit=edit)
+        assert layer.layout.down.end_bytes == layer.layout.slot_bytes
+        child = os.fork()
+        if child == 0:
+            faulthandler.disable()
+            layer.run(*layer.batch(8))
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == ends

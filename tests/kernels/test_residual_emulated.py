@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from moespeq_cli.bench.kernel_residual import ExactExperts
+from tests.kernels.emulated import fenced
 from tests.kernels.emulated_residual import Machine
 from tests.kernels.residual_cases import SHAPES, every_word, hostile, wild
 
@@ -47,16 +45,3 @@ def test_hostile_records_are_known_and_lead_nowhere(folder: Path) -> None:
             os._exit(10 + int(faults[0] > 0))
         status = os.waitpid(child, 0)[1]
         assert os.waitstatus_to_exitcode(status) in ((11,) if known else (10, 11))
-
-
-def fenced(tensor: Tensor) -> Tensor:
-    """A copy of whole pages between two pages that cannot be read or written."""
-    page, size = mmap.PAGESIZE, tensor.numel()
-    assert size % page == 0
-    area = mmap.mmap(-1, size + 2 * page)
-    copy = torch.frombuffer(area, dtype=torch.uint8)[page : page + size].view(tensor.shape)
-    copy.copy_(tensor)
-    protect = ctypes.CDLL(None).mprotect
-    for fence in (copy.data_ptr() - page, copy.data_ptr() + size):
-        assert protect(ctypes.c_void_p(fence), page, 0) == 0
-    return copy

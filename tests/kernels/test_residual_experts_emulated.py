@@ -51,9 +51,10 @@ class Both:
         assert self.kernel.library.shared_bytes() == chosen.smem_bytes
         self.exact, self.machine = experts.exact(), Machine(experts, folder)
         records = experts.records()
-        self.slots = experts.slots(records)
-        self.directory, faults = self.machine.admit(self.slots, [len(record) for record in records])
+        self.slots = emulated.fenced(experts.slots(records))
+        directory, faults = self.machine.admit(self.slots, [len(record) for record in records])
         assert not faults.any()
+        self.directory = emulated.fenced(directory)
         self.own = torch.arange(shape.num_experts, dtype=torch.int32)
 
     def batch(self, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
