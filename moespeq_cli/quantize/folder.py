@@ -17,7 +17,7 @@ from torch import Tensor
 from moespeq_cli.quantize.plan import Plan, QuantizeOptions
 from runtime.artifacts.checkpoint import Checkpoint
 from runtime.artifacts.folder import write_guard
-from runtime.artifacts.manifest import FileEntry, write_json
+from runtime.artifacts.manifest import FileEntry, by_rename, write_json
 from runtime.errors import ArtifactError
 from runtime.model.families import MoeSpec, dense_names
 
@@ -70,8 +70,7 @@ class Shards:
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a safetensors file by rename, on disk before it has its name."""
-    part = path.with_name(path.name + ".part")
-    with write_guard(path.name, path.parent):
+    with write_guard(path.name, path.parent), by_rename(path) as part:
         try:
             save_file(tensors, part, metadata={"format": "pt"})
         except SafetensorError as error:  # says in words alone what the operating system refused
@@ -81,7 +80,6 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
         part.chmod(0o644)  # the library leaves it readable to its owner alone
         with part.open("rb") as handle:
             os.fsync(handle.fileno())
-        os.replace(part, path)
 
 
 def hidden_file(folder: Path, layer_id: int) -> Path:
@@ -130,9 +128,8 @@ def copy_companions(source: Path, folder: Path) -> list[str]:
     names = sorted({path.name for pattern in COMPANIONS for path in source.glob(pattern) if path.is_file()})
     with write_guard("the tokenizer files", folder):
         for name in names:
-            part = folder / f"{name}.part"
-            shutil.copyfile(source / name, part)
-            os.replace(part, folder / name)
+            with by_rename(folder / name) as part:
+                shutil.copyfile(source / name, part)
     return names
 
 
