@@ -105,7 +105,8 @@ class ExpertCache:
             fetch_rows: missing experts of so many first rows are fetched now, soonest need first; None means all
                 rows, 0 none. A prefetch takes a free slot, or that of an unpinned expert which eviction by furthest
                 next use would give up for it and which has no use left before it: so it never displaces what its own
-                row or a sooner one needs, and adds no read while the rows are as announced.
+                row or a sooner one needs, and adds no read while the rows are as announced. Only once the pass has had
+                to wait, and the link is empty, what the pass lacks still takes the place of what is needed last.
             pass_rows: how many first rows the next pass computes together, one layer after the other.
         """
         with self._lock:

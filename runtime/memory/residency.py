@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Container, Iterable
 from typing import Protocol
@@ -95,6 +96,20 @@ class Residency:
     def claim_spare(self) -> int | None:
         """The slot of an expert that the window does not need; None where it needs all."""
         return self._evict_one(needed=self.window.next_use)
+
+    def claim_for_pass(self, fetch: Fetch) -> int | None:
+        """A slot for a prefetch of the coming pass: of the unpinned expert whose next use is last, if behind the pass.
+
+        This may add a read, as the demand would that comes otherwise.
+        """
+        next_use, pass_end = self.window.next_use, self.window.pass_end
+        if fetch.position >= pass_end:
+            return None
+        free = (key for key in self.slots if key not in self.pins)
+        victim = max(free, key=lambda key: next_use.get(key, math.inf), default=None)
+        if victim is None or next_use.get(victim, math.inf) < pass_end:
+            return None
+        return self._evict(victim)
 
     def may_give_way(self, key: ExpertKey, fetch: Fetch) -> bool:
         """Whether a resident expert is unpinned and not needed up to the newcomer's use, or elsewhere too."""

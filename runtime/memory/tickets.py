@@ -141,6 +141,7 @@ class Tickets:
         self._waiters.clear()
 
     def _want(self, key: ExpertKey, ticket: Ticket) -> None:
+        self._queue.lacking = True
         transfer = self._queue.in_flight.get(key)
         if transfer is None:
             self._store.record_bytes(key)  # an unknown expert is refused here, in the caller's thread

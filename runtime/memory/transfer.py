@@ -57,12 +57,14 @@ class TransferQueue:
     Attributes:
         in_flight: what has left the queue and is not in its slot yet.
         demands: what somebody waits for, in order of asking.
+        lacking: whether somebody has had to wait since the window was planned.
         closed: whether nothing is given out any more.
     """
 
     def __init__(self, residency: Residency, stats: CacheStats) -> None:
         self.in_flight: dict[ExpertKey, Transfer] = {}
         self.demands: dict[ExpertKey, None] = {}
+        self.lacking = False
         self.closed = False
         self._failed: set[ExpertKey] = set()  # prefetches, until a demand has succeeded
         self._fetches: dict[ExpertKey, Fetch] = {}
@@ -80,6 +82,7 @@ class TransferQueue:
 
         Those already in flight go on; an expert whose prefetch failed is left to demand until one has succeeded.
         """
+        self.lacking = False
         slots, in_flight, demands = self._residency.slots, self.in_flight, self.demands
         found = self._residency.schedule(in_flight, self._failed)
         self._cut_short = len(found) == MOST_FETCHES
@@ -131,9 +134,13 @@ class TransferQueue:
                 slot = self._residency.claim_spare()
                 spare = slot is not None
             if slot is not None:
-                del self._fetches[fetch.key]
-                return self._start(Transfer(fetch.key, slot, "prefetch"))
+                return self._prefetch(fetch, slot)
         self._wants_spare = not spare
+        if self.lacking and not self._on_link and self._fetches:
+            soonest = next(iter(self._fetches.values()))
+            slot = self._residency.claim_for_pass(soonest)
+            if slot is not None:
+                return self._prefetch(soonest, slot)
         self._watch_link()  # what a demand overtook is queued no more
         return None
 
@@ -212,6 +219,10 @@ class TransferQueue:
         elif not idle and self._idle_since is not None:
             self._stats.link_idle_s += time.perf_counter() - self._idle_since
             self._idle_since = None
+
+    def _prefetch(self, fetch: Fetch, slot: int) -> Transfer:
+        del self._fetches[fetch.key]
+        return self._start(Transfer(fetch.key, slot, "prefetch"))
 
     def _start(self, transfer: Transfer) -> Transfer:
         transfer.started = time.perf_counter()

@@ -32,17 +32,18 @@ class Window:
     Attributes:
         fetch: keys that are to be fetched.
         fetch_steps: the steps up to the last one with such keys.
+        pass_end: position behind the uses of the coming pass.
     """
 
     def __init__(self) -> None:
         self.fetch: set[ExpertKey] = set()
         self.fetch_steps: list[Step] = []
+        self.pass_end = 0
         self._announced: list[tuple[ExpertKey, ...]] = []
         self._rows: list[Step] = []
         self._uses: dict[ExpertKey, list[int]] = {}  # every position of each key, as if each row were a pass
         self._next: dict[ExpertKey, int] = {}
         self._moved: list[ExpertKey] = []  # keys whose next use is not the first one of _uses
-        self._pass_end = 0
         self._begun: tuple[int | None, int] | None = None  # fetch_rows and pass_rows while nothing of the pass is used
 
     @property
@@ -83,9 +84,9 @@ class Window:
     def consume(self, key: ExpertKey) -> None:
         """Note that the coming pass has used the key: its next use is the first one after the pass."""
         position = self._next.get(key)
-        if position is None or position >= self._pass_end:
+        if position is None or position >= self.pass_end:
             return
-        later = self.use_from(key, self._pass_end)
+        later = self.use_from(key, self.pass_end)
         if later is None:
             del self._next[key]
         else:
@@ -139,14 +140,14 @@ class Window:
         """Bring the uses of the first rows into the order of one pass: by layer, then by row."""
         rows = self._rows[:pass_rows]
         if not rows:
-            self._pass_end = 0
+            self.pass_end = 0
             return Step(0, (), 0)
         keys = sorted(dict.fromkeys(chain.from_iterable(row.keys for row in rows)), key=_layer_of)
         for position, key in enumerate(keys, rows[0].start):
             if self._next[key] != position:
                 self._next[key] = position
                 self._moved.append(key)
-        self._pass_end = rows[-1].end
+        self.pass_end = rows[-1].end
         return Step(rows[0].start, keys, rows[-1].end)
 
 

@@ -89,15 +89,17 @@ def audit(cache: ExpertCache, harm: list[str]) -> None:
     residency, window = cache._residency, RecordedWindow()
     residency.window = window
     evict = residency._evict
-    claim_ahead = residency.claim_ahead
     fetching: list[Fetch] = []
 
-    def watched_claim(fetch: Fetch) -> int | None:
-        fetching.append(fetch)
-        try:
-            return claim_ahead(fetch)
-        finally:
-            fetching.clear()
+    def watched(claim: Callable[[Fetch], int | None]) -> Callable[[Fetch], int | None]:
+        def watched_claim(fetch: Fetch) -> int | None:
+            fetching.append(fetch)
+            try:
+                return claim(fetch)
+            finally:
+                fetching.clear()
+
+        return watched_claim
 
     def watched_evict(victim: ExpertKey) -> int:
         if residency.num_free:
@@ -110,7 +112,8 @@ def audit(cache: ExpertCache, harm: list[str]) -> None:
                 harm.append(f"a prefetch of {fetch.key} for row {needed} evicted {victim} of row {lost}")
         return evict(victim)
 
-    residency.claim_ahead = watched_claim  # type: ignore[method-assign]
+    residency.claim_ahead = watched(residency.claim_ahead)  # type: ignore[method-assign]
+    residency.claim_for_pass = watched(residency.claim_for_pass)  # type: ignore[method-assign]
     residency._evict = watched_evict  # type: ignore[method-assign]
 
 

@@ -17,6 +17,8 @@ from runtime.memory.slots import SlotPool
 from .late_copies import A, B, C, D, get, make
 from .records import MemoryStore, content, settle
 
+E, F, G, X = ((0, expert) for expert in range(4, 8))
+
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
@@ -93,6 +95,53 @@ def test_a_prefetch_whose_victim_went_to_a_demand_takes_the_place_of_what_nobody
             for _ in range(4):
                 cache.poll()
             assert copies.started == [A, B, D, C]
+
+
+def look(cache: ExpertCache) -> None:
+    """Until whatever may start has arrived."""
+    for _ in range(12):
+        cache.poll()
+
+
+@pytest.mark.timeout(20)
+def test_an_empty_link_brings_what_a_pass_that_waits_lacks_in_place_of_what_is_needed_last() -> None:
+    """E and F would cost no read in place of A and B, which the pass has yet to use."""
+    cache, copies = make(5)
+    with cache:
+        get(cache, [A, B, C, D, G])
+        cache.announce([[A, B, E, F], [C, E], [D], [G], [B], [A]], fetch_rows=1)
+        assert [(fetch.key, fetch.victim) for fetch in cache._queue._fetches.values()] == [(E, A), (F, B)]
+        look(cache)
+        assert copies.started == [A, B, C, D, G]  # nobody has had to wait
+        under_way: list[int] = []
+        copies.after = lambda key: under_way.append(len(cache._queue.in_flight))
+        with cache.hold([X]) as hold:  # in place of G
+            hold.wait()
+            look(cache)
+            assert copies.started[5:] == [X, E, F] and under_way == [1, 1, 1]
+            assert cache.resident_slots().keys() == {A, B, X, E, F}
+        get(cache, [A, B, E, F])
+        assert cache.stats.misses == 6 and cache.stats.prefetched_used == 2
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "rows",
+    [[[A], [E], [B], [C], [A]], [[A, B, E], [C], [B], [A]]],
+    ids=["a later row lacks it", "the pass needs all there is"],
+)
+def test_nothing_else_is_displaced_by_what_is_needed_sooner(rows: list[list[ExpertKey]]) -> None:
+    cache, copies = make(3)
+    with cache:
+        get(cache, [A, B, C])
+        cache.announce(rows, fetch_rows=2)
+        assert [(fetch.key, fetch.victim) for fetch in cache._queue._fetches.values()] == [(E, A)]
+        with cache.hold([X]) as hold:  # in place of C
+            hold.wait()
+            look(cache)
+            assert copies.started == [A, B, C, X]
+            cache.announce(rows, fetch_rows=2)
+            assert not cache._queue.lacking
 
 
 def test_rest_starts_nothing_and_the_next_poll_does() -> None:
