@@ -4,7 +4,7 @@
 // Needs      HIDDEN and INTER multiples of 128, HIDDEN up to 2048, TEAM and PARTS of moe_small.cu, sm_90; below it the kernel traps
 // Moves      distinct experts * slot bytes; 4 experts of 2048 x 1408: 69.2 MB, so no faster than 15.8 us at 4.37 TB/s
 // Numerics   those of moe_small.cu in BF16: the columns of a tile are dealt out in groups of 128, in turn, to TEAM members, those of down to
-//            PARTS; each adds its own in their order, and theirs are added in a fixed tree
+//            PARTS; each adds its own in their order, and theirs are added in a balanced tree (whose leaves moe_small.cu has in reverse)
 // Reference  runtime/kernels/reference.py
 //
 // Roles are those of moe_codes.cu. Weights lie in rows, so a stage is 16 rows of up to 8 units of 128 columns, brought by a bulk copy for
@@ -134,7 +134,7 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
     at.next();
   };
   // ---- phase 1
-  Sums sums(shared, team, TEAM - 1 - place, me.lane);
+  Sums sums(shared, team, place, me.lane);
 #pragma unroll 1
   while (true) {
     barrier_wait(full + at.slot * 8, at.parity);
@@ -155,6 +155,7 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
   sums.end();
   // ---- phase 2: the first stage is there already
   const int own = place % PARTS, first = team + place / PARTS * TEAMS;   // unit of each PARTS, and the first entry, of this warp
+  // Groups of entries that the team has, and how many of them have one for this warp
   const int groups = share_of<TEAMS * ENTRIES>(num_active, team), count = share_of<TEAMS * ENTRIES>(num_active, first);
   const u8* h = (const u8*)(args.h + (u64)parity * MAX_PAIRS * INTER + own * UNIT_K + k0);
   auto tokens_of = [&](int group) { return h + sources()[(first + group * (TEAMS * ENTRIES)) * COLUMNS + column]; };
@@ -190,7 +191,7 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
         }
         leave_stage();
       }
-      if (works) put_part(me.lane, first + group * (TEAMS * ENTRIES), PARTS - 1 - own, acc);
+      if (works) put_part(me.lane, first + group * (TEAMS * ENTRIES), own, acc);
     }
     finish_tile(args, rt);
   }

@@ -70,8 +70,8 @@ struct Producer {
     __syncwarp();
     at.next();
   }
-  // The team's part of the block's first claim, then batches that become smaller towards the end, each asked for while the one
-  // ahead of it is copied. Returns what the last claim said.
+  // The team's part of the block's first claim, dealt to the teams in turn (step TEAMS), then batches of the team's own (step 1) that become
+  // smaller towards the end, each asked for while the one ahead of it is copied. Returns what the last claim said.
   template <class COPY_TILE> __device__ __forceinline__ u32 claim_tiles(const Args& args, COPY_TILE copy_tile) {
     const int tiles = num_active * TILES1, first = (int)(block_claim() & 0x7fffffffu);
     int claim = first + team, end = first + args.first_claim, step = TEAMS, batch = 0;
@@ -91,10 +91,10 @@ struct Producer {
     if (blockIdx.x >= TILES2 || team >= num_active) stage(-1, 0, [](u32, u32) {});   // no rows or entries: only that the tiles are over
     return ahead;
   }
-  // Until the team has used all stages of its tiles, if others follow
+  // Until the team has used all stages of its tiles, if others follow; for speed alone. The stage that was filled last is one behind `at`, of the
+  // same round, whose parity has been turned where `at` is a round's first. A team without tiles passes: no round has gone by yet.
   __device__ __forceinline__ void await_tiles() const {
-    const int first = (int)(block_claim() & 0x7fffffffu) + team;
-    if (first < num_active * TILES1 && blockIdx.x < TILES2 && team < num_active)
+    if (blockIdx.x < TILES2 && team < num_active)
       barrier_wait(empty + (at.slot ? at.slot - 1 : STAGES - 1) * 8, at.slot ? at.parity ^ 1 : at.parity);
   }
   // The claim in flight has come back (its value is used). The last of all producers to be here starts the next call's counting

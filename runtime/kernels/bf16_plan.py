@@ -12,7 +12,8 @@ SOURCE = "moe_bf16.cu"
 TEAM = 8  # compute warps that share a tile, and units of a stage
 _TEAMS, _FINISHERS = 2, 2
 _UNIT_COLUMNS = 128
-_STAGE_BYTES = 16 * (TEAM * _UNIT_COLUMNS * 2 + 64)
+_ROW_GAP_BYTES = 64  # between the rows of a stage: two neighbours fill all banks
+_STAGE_BYTES = 16 * (TEAM * _UNIT_COLUMNS * 2 + _ROW_GAP_BYTES)
 _FEWEST_UNITS, _MOST_UNITS = TEAM, 2 * TEAM  # of a tile: one for each warp, and no more than whose tokens it can keep
 _MOST_STEPS = 3  # units of a warp in an entry's 16 rows of down, whose tokens it has under way
 _FEWEST_STAGES, _MOST_STAGES = 2, 4  # of a team
@@ -27,6 +28,9 @@ def fits(layout: SlotLayout, max_tokens: int, config: FusedConfig, smem_limit_by
         max_tokens: wanted of one launch.
         config: what the caller fixes of `moe_small.cu`.
         smem_limit_bytes: shared memory that a block may have.
+
+    Raises:
+        ShapeError: `moe_small.cu`, whose order of sums decides, does not fit itself.
     """
     shape = layout.shape
     if layout.form.is_coded or max_tokens > COLUMNS or max_tokens * shape.top_k > MAX_PAIRS:

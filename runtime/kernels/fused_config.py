@@ -15,10 +15,11 @@ class FusedConfig:
     """Shape of the fused kernel; 0 is what measures fastest for each layer. A CPU run leaves it alone.
 
     From compute capability 9.0 up kernels whose warps have roles compute INT4, INT8 and, where the layer fits, up to 8
-    tokens of BF16; of their shape only `experts_per_block` can be fixed. A `block_dim` chooses the kernel whose warps
-    are alike instead, which serves all else in any case, and which the other values are of. No value changes what is
-    computed, but all of them except `experts_per_block` may change the order of sums, and with it bits; `stages` only
-    where so many leave room for fewer warps.
+    tokens of BF16; of their shape only `experts_per_block` can be fixed, and `k_split` of BF16. A `block_dim` chooses
+    the kernel whose warps are alike instead, which serves all else in any case, and which the other values are of; in
+    BF16 a `team` other than 8 does so, too, and a `k_split` that the other kernel cannot follow. No value changes what
+    is computed, but all of them except `experts_per_block` may change the order of sums, and with it bits; `stages`
+    only where so many leave room for fewer warps.
 
     Attributes:
         block_dim: threads of a block, a power of two from 64 to 1024.

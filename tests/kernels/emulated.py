@@ -68,6 +68,8 @@ class Emulated:
     ) -> Tensor:
         """y bfloat16 [calls, M, H] for x [calls, M, H]: the calls run side by side.
 
+        All that it reads or writes but the pool lies at a fence of its own meanwhile; `fenced` makes such a pool.
+
         Args:
             late: nothing that the kernel ahead may write is there before a thread has waited for it.
 
@@ -79,7 +81,9 @@ class Emulated:
         state = torch.zeros(calls, 2, dtype=torch.int32) if state is None else state
         h = torch.full((calls, 2, self.max_pairs, inner), -1, dtype=torch.int16) if h is None else h
         y = torch.full_like(x, float("nan"))
-        arguments = [pointer(t) for t in (x, top_k_index, top_k_weights, slot_of, pool, state, h, y, pairs)]
+        written = (state, h, y, *(() if pairs is None else (pairs,)))
+        places = [fenced(tensor) for tensor in (x, top_k_index, top_k_weights, slot_of, *written)]
+        arguments = [pointer(place) for place in (*places[:4], pool, *places[4:], *((None,) if pairs is None else ()))]
         self.library.run_experts.restype = ctypes.c_char_p
         self.library.come_late(int(late))
         fault = self.library.run_experts(
@@ -94,6 +98,8 @@ class Emulated:
             first_claim,
         )
         assert fault is None, fault.decode()
+        for tensor, place in zip(written, places[4:], strict=True):
+            tensor.copy_(place)
         return y
 
 

@@ -219,7 +219,7 @@ MORE_BLOCKS: dict[str, tuple[WeightForm, bool, tuple[str, str] | None]] = {
     "int4 roles": (WeightForm("int4", 128), True, None),
     "bf16": (WeightForm("bf16"), False, None),
     "bf16 roles": (WeightForm("bf16"), True, None),
-    "waits": (WeightForm("bf16"), True, (" && blockIdx.x < TILES2 && team < num_active)", ")")),
+    "waits": (WeightForm("bf16"), True, ("    if (blockIdx.x < TILES2 && team < num_active)\n", "")),
 }
 
 

@@ -137,30 +137,36 @@ def test_the_emulation_finds(fault: str, folder: Path) -> None:
     assert expected in found
 
 
-PAST_THE_POOL = {
-    "rows of down that are not there": (
-        ExpertShape(3, 2, 72, 256),
-        "HIDDEN % 16 == 0 || it.tile * 16 + 8 < HIDDEN",
-        "true",
-    ),
+SMALL, ROLES = ExpertShape(3, 2, 72, 256), ExpertShape(5, 3, 1152, 640)
+PAST_THE_END = {
+    "rows of down that are not there": (SMALL, False, "HIDDEN % 16 == 0 || it.tile * 16 + 8 < HIDDEN", "true"),
     "columns of down that are not there": (
         ExpertShape(3, 2, 256, 136),
+        False,
         "s.k_end = it.phase == 1 ? HIDDEN : INTER",
         "s.k_end = it.phase == 1 ? HIDDEN : INTER + 8",
     ),
+    "tokens that are not there": (SMALL, False, "(column < args.num_tokens ? column : 0) * HIDDEN", "column * HIDDEN"),
+    "tokens that are not there, roles": (
+        ROLES,
+        True,
+        "(u64)(column < args.num_tokens ? column : 0) * HIDDEN",
+        "(u64)column * HIDDEN",
+    ),
+    "more of h than there is, roles": (ROLES, True, "i < MAX_PAIRS * INTER / 8", "i < MAX_PAIRS * INTER / 8 + 1"),
 }
 
 
-@pytest.mark.parametrize("fault", PAST_THE_POOL)
-def test_a_read_past_the_pool_ends_the_process(fault: str, folder: Path) -> None:
-    """The last slot's, which weights fill to the pool's end; in processes that may die."""
-    shape, old, new = PAST_THE_POOL[fault]
+@pytest.mark.parametrize("fault", PAST_THE_END)
+def test_a_place_past_the_end_ends_the_process(fault: str, folder: Path) -> None:
+    """Of a pool, whose last slot weights fill, of tokens or of h; in processes that may die."""
+    shape, roles, old, new = PAST_THE_END[fault]
     for edit, ends in ((None, 0), ((old, new), -signal.SIGSEGV)):
-        layer = Layer(folder, shape, WeightForm("bf16"), edit=edit)
-        assert layer.layout.down.end_bytes == layer.layout.slot_bytes
+        layer = Layer(folder, shape, WeightForm("bf16"), edit=edit, roles=roles)
+        assert layer.layout.down.end_bytes == layer.layout.slot_bytes or "down" not in fault
         child = os.fork()
         if child == 0:
             faulthandler.disable()
-            layer.run(*layer.batch(8))
+            layer.run(*layer.batch(7))
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == ends
