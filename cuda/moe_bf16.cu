@@ -58,7 +58,7 @@
 #define OFF_RED_NOTE (OFF_NOTE + RINGS * 8)                             // int2 [TEAMS][RED_BUFFERS]: entry (-1: the end), tile
 #define OFF_SOURCE (OFF_RED_NOTE + TEAMS * RED_BUFFERS * 8)             // u32 [MAX_ACTIVE][COLUMNS]: where a column's h begins in the buffer
 #define OFF_LISTS (OFF_SOURCE + MAX_ACTIVE * COLUMNS * 4)
-#include "roles.cuh"
+#include "teams.cuh"
 
 static_assert(FORM == BF16 && !GATHER, "BF16, a column for each token");
 static_assert(HIDDEN % UNIT_K == 0 && INTER % UNIT_K == 0 && TILE_STAGES <= 2 && STEPS <= 3, "whole units, whose tokens registers hold");
@@ -112,7 +112,7 @@ __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 sh
             copy_16_rows(place, src, src + 8 * INTER * 2, INTER * 2, min(PARTS, UNITS2 - k * PARTS), barrier);
           }
         });
-  producer.end_claims(args, ahead, parity);
+  end_claims(args, producer.lane, ahead, parity);
 }
 
 __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 shared) {

@@ -76,7 +76,7 @@
 #define OFF_RED_NOTE (OFF_NOTE + RINGS * 8)                            // int2 [TEAMS][RED_BUFFERS]: entry (-1: the end), tile
 #define OFF_SOURCE (OFF_RED_NOTE + TEAMS * RED_BUFFERS * 8)            // u32 [MAX_ACTIVE][COLUMNS]: where a column's h begins in the buffer
 #define OFF_LISTS (OFF_SOURCE + MAX_ACTIVE * COLUMNS * 4)
-#include "roles.cuh"
+#include "teams.cuh"
 
 static_assert(STAGE_UNITS % (2 * TEAM) == 0, "a member has two units of a stage, or four");
 static_assert(!H_SHARED || OFF_H + TOP_K * H_PITCH <= OFF_RED, "a single token's h beside its x");
@@ -115,10 +115,6 @@ __device__ __forceinline__ void load_x_shared(u32* r, u32 at) {
     r[4 * i] = v.x, r[4 * i + 1] = v.y, r[4 * i + 2] = v.z, r[4 * i + 3] = v.w;
   }
 }
-// Loads again until all that this lane wants is written
-__device__ __forceinline__ void await_h(u32* r, const u16* at, int k) {
-  while (!is_written(r)) load_h(r, at, k);
-}
 
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 shared, u32 parity) {
@@ -150,7 +146,7 @@ __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 sh
         }
       });
   }
-  producer.end_claims(args, ahead, parity);
+  end_claims(args, producer.lane, ahead, parity);
 }
 
 __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 shared) {

@@ -61,8 +61,6 @@
 #define GROUPS2 (COMPUTE / GROUP2)
 #define WARPS (COMPUTE + PRODUCERS + FINISHERS)
 #define THREADS (WARPS * 32)
-#define LISTERS (THREADS - COMPUTE * 32)
-#define PRODUCER COMPUTE
 #define RED_BUFFERS 2
 
 #define SLOTS (PRODUCERS * DEPTH)
@@ -78,7 +76,7 @@
 #define OFF_RED_NOTE (OFF_BARRIER + NUM_BARRIERS * 8)                   // int2 [SUMS]: entry (-1: the end), tile
 #define OFF_SOURCE (OFF_RED_NOTE + SUMS * 8)                            // u32 [MAX_ACTIVE][COLUMNS]
 #define OFF_LISTS (OFF_SOURCE + MAX_ACTIVE * COLUMNS * 4)
-#include "few_tokens.cuh"
+#include "roles.cuh"
 
 #define MOST_BLOCK_BYTES (STAGE_UNITS * (2048 + 1024 + 3 * ROOM_EXCEPTIONS) + 64)            // all codes zero, and the block's own table
 #define MOST_STAGE_BYTES (STAGE_UNITS * (UNIT_BYTES + DIRECTORY_BYTES) + MOST_BLOCK_BYTES)
@@ -95,8 +93,6 @@ static_assert(MOST_STAGES <= 16, "a lane has one entry");
 static_assert((DEPTH & (DEPTH - 1)) == 0 && MOST_OUT > 0, "places");
 static_assert(STAGE_UNITS % TEAM == 0 && STAGE_UNITS % PARTS == 0, "members take the same places of every stage");
 
-__device__ __forceinline__ u32* sources() { return (u32*)(smem + OFF_SOURCE); }
-struct Warp { int warp, lane; };
 // What lies in a stage; entry -1: phase 1 is over, after so many tiles of the producer
 struct Note {
   int entry, tile;
@@ -109,29 +105,6 @@ __device__ __forceinline__ Note read_note(u32 at) {
   Note n;
   n.entry = v.x, n.tile = v.y, n.place = v.z, n.count = v.w & 0xffffu, n.far = v.w >> 16;
   return n;
-}
-
-// The tokens of a unit for this lane's column, a piece i of 32 k at a time; `k` is this lane's first k of it
-__device__ __forceinline__ void load_x(u32* r, const u16* at, int k, int i) {
-  uint4 v = make_uint4(0, 0, 0, 0);
-  if (HIDDEN % UNIT_K == 0 || k + i * 32 < HIDDEN) v = load_read_only(at + k + i * 32);
-  r[4 * i] = v.x, r[4 * i + 1] = v.y, r[4 * i + 2] = v.z, r[4 * i + 3] = v.w;
-}
-__device__ __forceinline__ void load_h(u32* r, const u16* at, int k, int i) {
-  uint4 v = make_uint4(0, 0, 0, 0);
-  if (INTER % UNIT_K == 0 || k + i * 32 < INTER) v = load_shared_by_grid(at + k + i * 32);
-  r[4 * i] = v.x, r[4 * i + 1] = v.y, r[4 * i + 2] = v.z, r[4 * i + 3] = v.w;
-}
-// Loads again until all that this lane wants is written: 16 bytes that are not are all ones
-__device__ __forceinline__ void await_h(u32* r, const u16* at, int k) {
-  while (true) {
-    bool all = true;
-#pragma unroll
-    for (int i = 0; i < 4; i++) all = all && r[4 * i] != 0xffffffffu;
-    if (all) break;
-#pragma unroll
-    for (int i = 0; i < 4; i++) load_h(r, at, k, i);
-  }
 }
 
 struct ExceptionsOf {   // in a stage
@@ -333,19 +306,12 @@ __device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 sh
     __syncwarp();
     push(jobs.next());
   }
-  // The claim in flight has come back (its value is used). The last of all producers to be here starts the next call's counting
-  if (me.lane == 0 && atomic_add(args.state + 1, 1 + (u32)(jobs.ahead == 0xffffffffu)) == gridDim.x * PRODUCERS - 1) {
-    args.state[1] = 0;
-    args.state[0] = ~(parity << 31) & 0x80000000u;
-  }
+  end_claims(args, me.lane, jobs.ahead, parity);
 }
 
 __device__ __forceinline__ void finish(const Args& args, const Warp& me, u32 shared, u32 parity) {
   const int f = me.warp - PRODUCER - PRODUCERS;
-  {                               // the other buffer of h is for the next call
-    uint4* other = (uint4*)(args.h + (u64)(parity ^ 1) * MAX_PAIRS * INTER);
-    for (int i = (blockIdx.x * FINISHERS + f) * 32 + me.lane; i < MAX_PAIRS * INTER / 8; i += gridDim.x * FINISHERS * 32) other[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
-  }
+  refill_h(args, f, me.lane, parity);
   const u32 red_full = shared + OFF_BARRIER + 2 * SLOTS * 8, red_empty = red_full + SUMS * 8;
 #pragma unroll 1
   for (int n = 0;; n++) {
@@ -367,11 +333,7 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
   barrier_of<THREADS>(3);         // the list is there
   const u32 parity = block_claim() >> 31;
   const int num_active = count_active();
-  for (int i = threadIdx.x; i < num_active * COLUMNS; i += COMPUTE * 32) {
-    const u16 pair = active_pairs()[i];
-    sources()[i] = (pair == NO_PAIR ? (u32)active_list()[i / COLUMNS].y : pair) * (INTER * 2);
-  }
-  barrier_of<COMPUTE * 32>(1);
+  make_sources(num_active);
   u32 b[B_REGS];
 #pragma unroll
   for (int i = 0; i < B_REGS; i++) b[i] = 0;
@@ -382,9 +344,7 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
     const u32 red_full = shared + OFF_BARRIER + (2 * SLOTS + group * RED_BUFFERS) * 8, red_empty = red_full + SUMS * 8;
     const bool works = first < TEAM;
     const u16* x = args.x + (u64)(column < args.num_tokens ? column : 0) * HIDDEN;
-    if (!GATHER && works)
-#pragma unroll
-      for (int i = 0; i < 4; i++) load_x(b, x, first * UNIT_K + k0, i);
+    if (!GATHER && works) load_x(b, x, first * UNIT_K + k0);
     int done = 0;                 // tiles of this group
     auto hand_over = [&](int entry, int tile, const float* acc) {
       const int buffer = done % RED_BUFFERS, place = group * RED_BUFFERS + buffer;
@@ -408,8 +368,7 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
       acc[0] = acc[1] = acc[2] = acc[3] = 0.f;
       if (GATHER && works) {
         x = args.x + (u64)(sources()[entry * COLUMNS + column] / (INTER * 2 * TOP_K)) * HIDDEN;
-#pragma unroll
-        for (int i = 0; i < 4; i++) load_x(b, x, first * UNIT_K + k0, i);
+        load_x(b, x, first * UNIT_K + k0);
       }
 #pragma unroll 1
       for (int s = 0; s < STAGES1; s++) {
@@ -438,9 +397,7 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
   u32 row = (tiles + TURNS1) * STAGES1;
   auto first_of = [&](int n) { return PARTS == GROUP2 ? (own + n + group) % GROUP2 : own; };   // the short part goes round the warps, and is another one in each group
   auto tokens_of = [&](int n) { return (const u16*)(h + sources()[(first_entry + n * GROUPS2) * COLUMNS + column]); };
-  if (works)
-#pragma unroll
-    for (int i = 0; i < 4; i++) load_h(b, tokens_of(0), first_of(0) * UNIT_K + k0, i);
+  if (works) load_h(b, tokens_of(0) + first_of(0) * UNIT_K + k0, first_of(0) * UNIT_K + k0);
 #pragma unroll 1
   for (int rt = blockIdx.x; rt < TILES2; rt += gridDim.x, row += row_stages) {
 #pragma unroll 1
@@ -461,21 +418,13 @@ __device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 sh
             const u16* from = more ? tokens : tokens_of(after_n);
             const int next = (more ? u + PARTS : first_of(after_n)) * UNIT_K + k0;
             __syncwarp();
-            multiply(args, note, k, entry, table, me.lane, b, acc, [&]() { await_h(b, tokens, u * UNIT_K + k0); }, [&](int i) { load_h(b, from, next, i); });
+            multiply(args, note, k, entry, table, me.lane, b, acc, [&]() { await_h(b, tokens + u * UNIT_K + k0, u * UNIT_K + k0); }, [&](int i) { load_h(b, from + next, next, i); });
           }
         stages.leave<GROUP2>(at + s, me.lane);
       }
-      if (works) {
-        const int r = me.lane / 4;
-        const u32 two = *(const u32*)(active_pairs() + entry * COLUMNS + (me.lane % 4) * 2), low = two & 0xffffu, high = two >> 16;
-        float* sums = (float*)(smem + OFF_PART) + (PARTS - 1 - first) * (MAX_PAIRS * 16) + r;
-        if (low != NO_PAIR) sums[low * 16] = acc[0], sums[low * 16 + 8] = acc[2];
-        if (high != NO_PAIR) sums[high * 16] = acc[1], sums[high * 16 + 8] = acc[3];
-      }
+      if (works) put_part(me.lane, entry, PARTS - 1 - first, acc);
     }
-    barrier_of<COMPUTE * 32>(1);
-    finish_rows<COMPUTE * 32>(args, rt);
-    if (rt + (int)gridDim.x < TILES2) barrier_of<COMPUTE * 32>(1);   // the sums of the next rows come to the same place
+    finish_tile(args, rt);
   }
 }
 #endif

@@ -1,40 +1,34 @@
-// roles.cuh - what the kernels whose warps have roles share (moe_codes.cu, moe_bf16.cu): COMPUTE warps in TEAMS teams, a producer for each
-// team, FINISHERS. See moe_codes.cu. The including kernel defines its places in shared memory and STAGES before, and compute and produce behind.
+// roles.cuh - what the kernels whose warps have roles share (moe_codes.cu, moe_bf16.cu, moe_residual.cu): COMPUTE warps, then PRODUCERS, then
+// FINISHERS. The including kernel defines its places in shared memory and UNIT_K before.
 #pragma once
 #include "few_tokens.cuh"
 
 #define LISTERS (THREADS - COMPUTE * 32)
-#define PRODUCER COMPUTE      // the first of a team each
-
-static_assert(COMPUTE % TEAM == 0, "teams");
-static_assert(TEAMS > 1 ? FINISHERS >= TEAMS : FINISHERS <= RED_BUFFERS, "a finisher for each team, or a buffer for each finisher");
+#define PRODUCER COMPUTE      // the first of them
 
 __device__ __forceinline__ u32* sources() { return (u32*)(smem + OFF_SOURCE); }
 struct Warp { int warp, lane; };
 
-struct Ring {    // a place in the ring and its parity
-  int slot, parity;
-  __device__ __forceinline__ void next() {
-    if (++slot == STAGES) slot = 0, parity ^= 1;
-  }
-};
-
-// The tokens of a unit for this lane's column, from this lane's first k of it on
-__device__ __forceinline__ void load_x(u32* r, const u16* at, int k) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (HIDDEN % UNIT_K == 0 || k + i * 32 < HIDDEN) v = load_read_only(at + k + i * 32);
-    r[4 * i] = v.x, r[4 * i + 1] = v.y, r[4 * i + 2] = v.z, r[4 * i + 3] = v.w;
-  }
+// A piece, 32 k, of the tokens of a unit for this lane's column; `k` is this lane's first k of the unit, x where the token begins, and h where
+// that k of it is
+__device__ __forceinline__ void load_x(u32* r, const u16* x, int k, int i) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  if (HIDDEN % UNIT_K == 0 || k + i * 32 < HIDDEN) v = load_read_only(x + k + i * 32);
+  r[4 * i] = v.x, r[4 * i + 1] = v.y, r[4 * i + 2] = v.z, r[4 * i + 3] = v.w;
 }
-__device__ __forceinline__ void load_h(u32* r, const u16* at, int k) {
+__device__ __forceinline__ void load_h(u32* r, const u16* h, int k, int i) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  if (INTER % UNIT_K == 0 || k + i * 32 < INTER) v = load_shared_by_grid(h + i * 32);
+  r[4 * i] = v.x, r[4 * i + 1] = v.y, r[4 * i + 2] = v.z, r[4 * i + 3] = v.w;
+}
+// All four
+__device__ __forceinline__ void load_x(u32* r, const u16* x, int k) {
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (INTER % UNIT_K == 0 || k + i * 32 < INTER) v = load_shared_by_grid(at + i * 32);
-    r[4 * i] = v.x, r[4 * i + 1] = v.y, r[4 * i + 2] = v.z, r[4 * i + 3] = v.w;
-  }
+  for (int i = 0; i < 4; i++) load_x(r, x, k, i);
+}
+__device__ __forceinline__ void load_h(u32* r, const u16* h, int k) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) load_h(r, h, k, i);
 }
 // Whether all of it is written: 16 bytes that are not are all ones
 __device__ __forceinline__ bool is_written(const u32* r) {
@@ -43,119 +37,24 @@ __device__ __forceinline__ bool is_written(const u32* r) {
   for (int i = 0; i < 4; i++) all = all && r[4 * i] != 0xffffffffu;
   return all;
 }
+// Loads again until all that this lane wants is written
+__device__ __forceinline__ void await_h(u32* r, const u16* h, int k) {
+  while (!is_written(r)) load_h(r, h, k);
+}
 
-#if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void produce(const Args& args, const Warp& me, u32 shared, u32 parity);
-__device__ __forceinline__ void compute(const Args& args, const Warp& me, u32 shared);
-
-// Where a team's stages are, as its producer sees them
-struct Producer {
-  int team, lane, num_active;
-  u32 full, empty, ring;
-  int2* notes;
-  Ring at = {0, 1};               // a new barrier lets the first round pass
-  __device__ __forceinline__ Producer(const Warp& me, u32 shared) {
-    team = me.warp - PRODUCER, lane = me.lane, num_active = count_active();
-    full = shared + OFF_BARRIER + team * STAGES * 8, empty = full + RINGS * 8, ring = shared + team * STAGES * STAGE_BYTES;
-    notes = (int2*)(smem + OFF_NOTE) + team * STAGES;
-  }
-  // Waits for the team's next stage, notes what it is, and lets one lane copy
-  template <class COPIES> __device__ __forceinline__ void stage(int entry, int tile, COPIES copies) {
-    barrier_wait(empty + at.slot * 8, at.parity);
-    if (elect_lane()) {           // the same lane each time
-      notes[at.slot] = make_int2(entry, tile);
-      copies(ring + at.slot * STAGE_BYTES, full + at.slot * 8);
-      barrier_arrive(full + at.slot * 8);
-    }
-    __syncwarp();
-    at.next();
-  }
-  // The team's part of the block's first claim, dealt to the teams in turn (step TEAMS), then batches of the team's own (step 1) that become
-  // smaller towards the end, each asked for while the one ahead of it is copied. Returns what the last claim said.
-  template <class COPY_TILE> __device__ __forceinline__ u32 claim_tiles(const Args& args, COPY_TILE copy_tile) {
-    const int tiles = num_active * TILES1, first = (int)(block_claim() & 0x7fffffffu);
-    int claim = first + team, end = first + args.first_claim, step = TEAMS, batch = 0;
-    u32 ahead = 0;
-#pragma unroll 1
-    while (true) {
-      if (claim < min(end, tiles)) copy_tile(claim / TILES1, claim % TILES1), claim += step;
-      if (batch == 0) {
-        batch = min(MOST_CLAIM, max(1, (tiles - end) / (2 * TEAMS * (int)gridDim.x)));
-        if (lane == 0) ahead = atomic_add_later(args.state, batch, lane);
-      }
-      if (claim < min(end, tiles)) continue;
-      claim = (int)(__shfl_sync(~0u, ahead, 0) & 0x7fffffffu), end = claim + batch, step = 1;
-      if (claim >= tiles) break;
-      batch = 0;
-    }
-    if (blockIdx.x >= TILES2 || team >= num_active) stage(-1, 0, [](u32, u32) {});   // no rows or entries: only that the tiles are over
-    return ahead;
-  }
-  // Until the team has used all stages of its tiles, if others follow; for speed alone. The stage that was filled last is one behind `at`, of the
-  // same round, whose parity has been turned where `at` is a round's first. A team without tiles passes: no round has gone by yet.
-  __device__ __forceinline__ void await_tiles() const {
-    if (blockIdx.x < TILES2 && team < num_active)
-      barrier_wait(empty + (at.slot ? at.slot - 1 : STAGES - 1) * 8, at.slot ? at.parity ^ 1 : at.parity);
-  }
-  // The claim in flight has come back (its value is used). The last of all producers to be here starts the next call's counting
-  __device__ __forceinline__ void end_claims(const Args& args, u32 ahead, u32 parity) const {
-    if (lane == 0 && atomic_add(args.state + 1, 1 + (u32)(ahead == 0xffffffffu)) == gridDim.x * TEAMS - 1) {
-      args.state[1] = 0;
-      args.state[0] = ~(parity << 31) & 0x80000000u;
-    }
-  }
-};
-
-// Adds the sums that a team's members left of a tile, and stores h
-__device__ __forceinline__ void finish(const Args& args, const Warp& me, u32 shared, u32 parity) {
-  const int f = me.warp - PRODUCER - TEAMS;
-  {                               // the other buffer of h is for the next call
-    uint4* other = (uint4*)(args.h + (u64)(parity ^ 1) * MAX_PAIRS * INTER);
-    for (int i = (blockIdx.x * FINISHERS + f) * 32 + me.lane; i < MAX_PAIRS * INTER / 8; i += gridDim.x * FINISHERS * 32) other[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
-  }
-  const int team = TEAMS > 1 ? f : 0, step = TEAMS > 1 ? 1 : FINISHERS, begin = TEAMS > 1 ? 0 : f;
-  if (team >= TEAMS) return;
-  const u32 red_full = shared + OFF_BARRIER + (2 * RINGS + team * RED_BUFFERS) * 8, red_empty = red_full + TEAMS * RED_BUFFERS * 8;
-#pragma unroll 1
-  for (int n = begin;; n += step) {
-    const int buffer = n % RED_BUFFERS, place = team * RED_BUFFERS + buffer;
-    barrier_wait(red_full + buffer * 8, n / RED_BUFFERS & 1);
-    const int2 note = ((const int2*)(smem + OFF_RED_NOTE))[place];
-    if (note.x < 0) break;
-    float sum[4];
-    add_warps<TEAM>(shared + OFF_RED + place * (TEAM * 512) + me.lane * 16, sum);
-    barrier_arrive(red_empty + buffer * 8);
-    store_h(args, me.lane, note.x, note.y, sum, parity);
+// By a producer, when its claim in flight has come back (its value is used). The last of all to be here starts the next call's counting
+__device__ __forceinline__ void end_claims(const Args& args, int lane, u32 ahead, u32 parity) {
+  if (lane == 0 && atomic_add(args.state + 1, 1 + (u32)(ahead == 0xffffffffu)) == gridDim.x * PRODUCERS - 1) {
+    args.state[1] = 0;
+    args.state[0] = ~(parity << 31) & 0x80000000u;
   }
 }
 
-// What a member of a team leaves for its finisher
-struct Sums {
-  u32 shared, red_full, red_empty;
-  int team, member, lane, done = 0;   // tiles of this team
-  __device__ __forceinline__ Sums(u32 shared, int team, int member, int lane) : shared(shared), team(team), member(member), lane(lane) {
-    red_full = shared + OFF_BARRIER + (2 * RINGS + team * RED_BUFFERS) * 8, red_empty = red_full + TEAMS * RED_BUFFERS * 8;
-  }
-  __device__ __forceinline__ int reserve() const {
-    const int buffer = done % RED_BUFFERS;
-    if (done >= RED_BUFFERS) barrier_wait(red_empty + buffer * 8, (done / RED_BUFFERS - 1) & 1);
-    return buffer;
-  }
-  __device__ __forceinline__ void note(int buffer, int2 what) {
-    if (member == 0 && lane == 0) ((int2*)(smem + OFF_RED_NOTE))[team * RED_BUFFERS + buffer] = what;
-    barrier_arrive(red_full + buffer * 8);
-    done++;
-  }
-  __device__ __forceinline__ void give(int2 tile, const float* acc) {
-    const int buffer = reserve();
-    sts_f128(shared + OFF_RED + (team * RED_BUFFERS + buffer) * (TEAM * 512) + member * 512 + lane * 16, acc[0], acc[1], acc[2], acc[3]);
-    note(buffer, tile);
-  }
-  __device__ __forceinline__ void end() {   // the finishers of this team end
-#pragma unroll 1
-    for (int f = 0; f < (TEAMS > 1 ? 1 : FINISHERS); f++) note(reserve(), make_int2(-1, 0));
-  }
-};
+// By finisher f: the other buffer of h is for the next call
+__device__ __forceinline__ void refill_h(const Args& args, int f, int lane, u32 parity) {
+  uint4* other = (uint4*)(args.h + (u64)(parity ^ 1) * MAX_PAIRS * INTER);
+  for (int i = (blockIdx.x * FINISHERS + f) * 32 + lane; i < MAX_PAIRS * INTER / 8; i += gridDim.x * FINISHERS * 32) other[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+}
 
 // By the compute warps: where the columns of an entry have their h, in bytes from a buffer's begin
 __device__ __forceinline__ void make_sources(int num_active) {
@@ -180,35 +79,4 @@ __device__ __forceinline__ void finish_tile(const Args& args, int rt) {
   barrier_of<COMPUTE * 32>(1);
   finish_rows<COMPUTE * 32>(args, rt);
   if (rt + (int)gridDim.x < TILES2) barrier_of<COMPUTE * 32>(1);   // the sums of the next rows come to the same place
-}
-#endif
-
-// The whole of such a kernel
-template <bool BESIDE_> __device__ __forceinline__ void run_roles(const Args& args) {
-#if __CUDA_ARCH__ >= 900
-  Warp me;
-  me.warp = threadIdx.x / 32, me.lane = threadIdx.x % 32;
-  const u32 shared = shared_address(smem);
-  if (me.warp == PRODUCER) prefetch_choices(args, me.lane);
-  for (int e = threadIdx.x; e < NUM_EXPERTS; e += THREADS) masks()[e] = 0;
-  for (int i = threadIdx.x; i < MAX_ACTIVE * COLUMNS; i += THREADS) active_pairs()[i] = NO_PAIR;
-  init_barriers<WARPS>(shared + OFF_BARRIER, NUM_BARRIERS, me.warp, me.lane, [](int i) {   // full; empty and sums there; sums read
-    return i < RINGS ? 1 : i < 2 * RINGS + TEAMS * RED_BUFFERS ? TEAM * 32 : 32;
-  });
-  barriers_ready();
-  __syncthreads();
-  if (BESIDE_) let_next_kernel_start();
-  wait_for_previous_kernel();
-  if (me.warp < COMPUTE) {
-    compute(args, me, shared);
-    return;
-  }
-  list_for_block<COMPUTE * 32, LISTERS, 2, 3>(args, me.warp, me.lane);
-  if (!BESIDE_ && me.warp == WARPS - 1) let_next_kernel_start();   // for the block
-  const u32 parity = block_claim() >> 31;
-  if (me.warp < PRODUCER + TEAMS) produce(args, me, shared, parity);
-  else finish(args, me, shared, parity);
-#else
-  asm volatile("trap;");
-#endif
 }

@@ -35,13 +35,15 @@ class Clock:
     """Where a clock is read.
 
     Attributes:
-        name: for tables.
-        text: where in the source, once.
+        name: for tables; clocks of one name have one number.
+        file: that has the place; kernels that share it share the clock.
+        text: where in it, once.
         warp: of the block that reads it, an expression of the source; every warp that comes by where it is empty.
         before: whether it is read before the text.
     """
 
     name: str
+    file: str
     text: str
     warp: str = ""
     before: bool = False
@@ -49,52 +51,73 @@ class Clock:
 
 _AHEAD = "  wait_for_previous_kernel();\n"
 _LIST = "few_tokens.cuh"
-_BEGIN = (
-    Clock("begins", _AHEAD, "me.warp == COMPUTE", True),
-    Clock("kernel ahead over", _AHEAD, "me.warp == COMPUTE"),
-)
 _FIRST_TEAM = "team == 0 && member == 0"
 _ROWS = "  finish_rows<COMPUTE * 32>(args, rt);\n"
-_ROLES = (
-    *_BEGIN,
-    Clock("producer begins", "    notes = (int2*)(smem + OFF_NOTE) + team * STAGES;\n", "team == 0"),
-    Clock("compute ready", "  barrier_of<COMPUTE * 32>(1);\n}\n", "threadIdx.x < 32", True),
-    Clock("first tile done", "    const int buffer = reserve();\n", f"{_FIRST_TEAM} && done == 0", True),
-    Clock("claims over", "    if (blockIdx.x >= TILES2 || team >= num_active) stage(", "team == 0", True),
-    Clock("all asked for", "    if (lane == 0 && atomic_add(args.state + 1", "team == 0", True),
+
+
+def _begin(file: str, warp: str) -> tuple[Clock, Clock]:
+    return Clock("begins", file, _AHEAD, warp, True), Clock("kernel ahead over", file, _AHEAD, warp)
+
+
+_LISTED = Clock("compute ready", "roles.cuh", "  barrier_of<COMPUTE * 32>(1);\n}\n", "threadIdx.x < 32", True)
+_ASKED = Clock("all asked for", "roles.cuh", "  if (lane == 0 && atomic_add(", "threadIdx.x / 32 == PRODUCER", True)
+_DOWN = (
+    Clock("down done", "roles.cuh", _ROWS, "threadIdx.x < 32", True),
+    Clock("y", "roles.cuh", _ROWS, "threadIdx.x < 32"),
+)
+_TEAMS = (
+    *_begin("teams.cuh", "me.warp == COMPUTE"),
+    Clock("producer begins", "teams.cuh", "    notes = (int2*)(smem + OFF_NOTE) + team * STAGES;\n", "team == 0"),
+    _LISTED,
+    Clock("first tile done", "teams.cuh", "    const int buffer = reserve();\n", f"{_FIRST_TEAM} && done == 0", True),
+    Clock("claims over", "teams.cuh", "    if (blockIdx.x >= TILES2 || team >= num_active) stage(", "team == 0", True),
+    _ASKED,
     Clock(
         "gate and up done",
+        "teams.cuh",
         "  __device__ __forceinline__ void end() {   // the finishers of this team end\n",
         _FIRST_TEAM,
     ),
-    Clock("down done", _ROWS, "threadIdx.x < 32", True),
-    Clock("y", _ROWS, "threadIdx.x < 32"),
+    *_DOWN,
 )
+_SMALL, _RESIDUAL = "moe_small.cu", "moe_residual.cu"
 CLOCKS: dict[str, tuple[Clock, ...]] = {
-    "moe_small.cu": (
-        Clock("begins", _AHEAD, "me.warp == 0", True),
-        Clock("kernel ahead over", _AHEAD, "me.warp == 0"),
-        Clock("list seen", "  me.num_active = count_active();\n", "me.warp == 0", True),
-        Clock("ring asked for", "    if (i == 0) begins_with_tile = copied.phase == 1;\n  }\n", "me.warp == 0"),
-        Clock("last of gate and up done", "  int row_tile = blockIdx.x;\n", "me.warp == 0", True),
-        Clock("last of down done", "  rows_until(TILES2);\n", "me.warp == 0", True),
-        Clock("y", "  rows_until(TILES2);\n", "me.warp == 0"),
+    _SMALL: (
+        *_begin(_SMALL, "me.warp == 0"),
+        Clock("list seen", _SMALL, "  me.num_active = count_active();\n", "me.warp == 0", True),
+        Clock("ring asked for", _SMALL, "    if (i == 0) begins_with_tile = copied.phase == 1;\n  }\n", "me.warp == 0"),
+        Clock("last of gate and up done", _SMALL, "  int row_tile = blockIdx.x;\n", "me.warp == 0", True),
+        Clock("last of down done", _SMALL, "  rows_until(TILES2);\n", "me.warp == 0", True),
+        Clock("y", _SMALL, "  rows_until(TILES2);\n", "me.warp == 0"),
     ),
-    "moe_bf16.cu": _ROLES,
-    "moe_codes.cu": _ROLES,
-    "moe_residual.cu": (
-        *_BEGIN,
-        Clock("producer begins", "  const int number = me.warp - PRODUCER, num_active", "me.warp == PRODUCER", True),
-        Clock("first jobs pushed", "  bool over = false;              // phase 1\n", "number == 0"),
-        Clock("copies of gate and up over", "      over = true;\n", "number == 0"),
-        Clock("all asked for", "  // The claim in flight has come back", "number == 0", True),
-        Clock("gate and up done", "  // ---- phase 2: the first stage is there already\n", "me.warp == 0", True),
-        Clock("down done", "    finish_rows<COMPUTE * 32>(args, rt);\n", "me.warp == 0", True),
-        Clock("y", "    finish_rows<COMPUTE * 32>(args, rt);\n", "me.warp == 0"),
+    "moe_bf16.cu": _TEAMS,
+    "moe_codes.cu": _TEAMS,
+    _RESIDUAL: (
+        *_begin(_RESIDUAL, "me.warp == COMPUTE"),
+        Clock(
+            "producer begins",
+            _RESIDUAL,
+            "  const int number = me.warp - PRODUCER, num_active",
+            "me.warp == PRODUCER",
+            True,
+        ),
+        _LISTED,
+        Clock("first jobs pushed", _RESIDUAL, "  bool over = false;              // phase 1\n", "number == 0"),
+        Clock("copies of gate and up over", _RESIDUAL, "      over = true;\n", "number == 0"),
+        _ASKED,
+        Clock(
+            "gate and up done",
+            _RESIDUAL,
+            "  // ---- phase 2: the first stage is there already\n",
+            "me.warp == 0",
+            True,
+        ),
+        *_DOWN,
     ),
 }
-"""By kernel, in the order of their numbers; the last one is a block's end."""
-_FILES = {"moe_bf16.cu": "roles.cuh", "moe_codes.cu": "roles.cuh"}  # where their places are, if not in their own
+"""By kernel, in the order of time; `y` is a block's end."""
+_PLACES = list(dict.fromkeys(clock for clocks in CLOCKS.values() for clock in clocks))
+_NUMBER = {name: number for number, name in enumerate(dict.fromkeys(clock.name for clock in _PLACES))}
 
 
 def with_clocks(folder: Path, to: Path) -> None:
@@ -107,11 +130,11 @@ def with_clocks(folder: Path, to: Path) -> None:
     for path in (*folder.glob("*.cu"), *folder.glob("*.cuh")):
         shutil.copy(path, to)
     _edit(to / _LIST, "DYNAMIC_SHARED(smem);", _DEFINED)
-    for file, clocks in {_FILES.get(source, source): clocks for source, clocks in CLOCKS.items()}.items():
-        for number, clock in enumerate(clocks):
-            line = f"{f'if ({clock.warp}) ' if clock.warp else ''}CLOCK({number});\n"
-            _edit(to / file, clock.text, line + clock.text if clock.before else clock.text + line)
-        keep = f"if (me.warp == THREADS / 32 - 1) KEEP_LAST_CLOCK({len(clocks) - 1});\n"
+    for clock in _PLACES:
+        line = f"{f'if ({clock.warp}) ' if clock.warp else ''}CLOCK({_NUMBER[clock.name]});\n"
+        _edit(to / clock.file, clock.text, line + clock.text if clock.before else clock.text + line)
+    keep = f"if (me.warp == THREADS / 32 - 1) KEEP_LAST_CLOCK({_NUMBER['y']});\n"
+    for file in {clock.file for clock in _PLACES if clock.text == _AHEAD}:
         _edit(to / file, _AHEAD, _AHEAD + keep)
 
 
@@ -134,5 +157,6 @@ def table(kernel: str, stamps: npt.NDArray[np.uint32], blocks: int) -> Sequence[
     ends = times[times[:, AHEAD] > 0, AHEAD]  # a block without rows has none
     since = (times - ends[0] + wrap // 2) % wrap
     since -= ((ends - ends[0] + wrap // 2) % wrap).max()
-    columns = [(clock.name, since[times[:, number] > 0, number]) for number, clock in enumerate(CLOCKS[kernel])]
+    numbers = {clock.name: _NUMBER[clock.name] for clock in CLOCKS[kernel]}
+    columns = [(name, since[times[:, number] > 0, number]) for name, number in numbers.items()]
     return [(name, int(np.median(seen)), int(seen.min()), int(seen.max())) for name, seen in columns if len(seen)]

@@ -27,6 +27,7 @@ HEADERS = (
     "few_tokens.cuh",
     "layout.cuh",
     "roles.cuh",
+    "teams.cuh",
     "residual.cuh",
 )  # common.cuh is the machine's own
 MACHINE = ("simt", "common")  # compiled once
@@ -81,9 +82,10 @@ class Emulated:
         state = torch.zeros(calls, 2, dtype=torch.int32) if state is None else state
         h = torch.full((calls, 2, self.max_pairs, inner), -1, dtype=torch.int16) if h is None else h
         y = torch.full_like(x, float("nan"))
-        written = (state, h, y, *(() if pairs is None else (pairs,)))
-        places = [fenced(tensor) for tensor in (x, top_k_index, top_k_weights, slot_of, *written)]
-        arguments = [pointer(place) for place in (*places[:4], pool, *places[4:], *((None,) if pairs is None else ()))]
+        inputs = [fenced(tensor) for tensor in (x, top_k_index, top_k_weights, slot_of)]
+        written = (state, h, y, pairs)
+        places = [None if tensor is None else fenced(tensor) for tensor in written]
+        arguments = [pointer(place) for place in (*inputs, pool, *places)]
         self.library.run_experts.restype = ctypes.c_char_p
         self.library.come_late(int(late))
         fault = self.library.run_experts(
@@ -98,8 +100,9 @@ class Emulated:
             first_claim,
         )
         assert fault is None, fault.decode()
-        for tensor, place in zip(written, places[4:], strict=True):
-            tensor.copy_(place)
+        for tensor, place in zip(written, places, strict=True):
+            if tensor is not None and place is not None:
+                tensor.copy_(place)
         return y
 
 

@@ -116,8 +116,9 @@ def _taking_arrays(call: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *values: call(*(value.ctypes.data if hasattr(value, "ctypes") else value for value in values))
 
 
-def preprocessed(check: Path, source: Source) -> str:
-    """What the preprocessor says of `check`, which includes a kernel, with the macros of a source; empty is good."""
+def preprocessed(conditions: str, source: Source) -> str:
+    """What the preprocessor says of conditions behind the source, with its macros; empty is good."""
     macros = [f"-D{name}={value}" for name, value in source.defines]
-    command = [cxx(), *macros, "-E", "-P", "-nostdinc", f"-I{kernel_folder()}", "-o", "/dev/null", str(check)]
-    return subprocess.run(command, capture_output=True, text=True).stderr
+    command = [cxx(), *macros, "-x", "c++", "-E", "-P", "-nostdinc", f"-I{kernel_folder()}", "-o", "/dev/null", "-"]
+    text = f'#include "{source.name}"\n{conditions}'
+    return subprocess.run(command, input=text, capture_output=True, text=True).stderr

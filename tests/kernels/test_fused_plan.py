@@ -19,7 +19,7 @@ from runtime.kernels.fused_config import MAX_STAGES, FusedConfig
 from runtime.kernels.fused_plan import COLUMNS, MAX_TOKENS, FusedPlan, plan
 from runtime.kernels.layout import SlotLayout
 from runtime.kernels.shape import Activation, ExpertShape, WeightForm
-from tests.kernels.host import cxx, preprocessed
+from tests.kernels.host import preprocessed
 
 LIMITS = {name: gpu.smem_per_block_bytes for name, gpu in (("H200", H200), ("A100", A100), ("99 KiB", CONSUMER))}
 FORMS = [WeightForm("int4", 32), WeightForm("int4", 64), WeightForm("int4"), WeightForm("int8", -1), WeightForm("bf16")]
@@ -181,20 +181,20 @@ def test_a_block_claims_no_more_than_its_share() -> None:
     assert [chosen.first_claim(1, blocks) for blocks in (704, 703, 10_000)] == [1, 2, 1]
 
 
-@pytest.fixture(scope="module")
-def preprocess(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Whether the source's own conditions hold for some defines; its arithmetic is done by the C preprocessor."""
-    cxx()
-    folder = tmp_path_factory.mktemp("preprocess")
-    (folder / "conditions.cpp").write_text(
-        '#include "moe_small.cu"\n'
-        "#if SHARED_BYTES != EXPECTED_SHARED_BYTES\n#error bytes\n#endif\n"
-        "#if TEAM > UNITS1 || PARTS > UNITS2 || (TEAM > 1 && TEAMS > 15)\n#error split\n#endif\n"
-        "#if WARPS % TEAM || WARPS % PARTS || STAGES >= QUEUE || CHUNK > 31\n#error counts\n#endif\n"
-        "#if OFF_QUEUE % 8 || OFF_BARRIER % 8 || OFF_NOTE % 16 || OFF_LIST % 8 || OFF_RED % 16\n"
-        "#error places\n#endif\n"
-    )
-    return lambda source: preprocessed(folder / "conditions.cpp", source)
+CHECK = """
+#if SHARED_BYTES != EXPECTED_SHARED_BYTES
+#error bytes
+#endif
+#if TEAM > UNITS1 || PARTS > UNITS2 || (TEAM > 1 && TEAMS > 15)
+#error split
+#endif
+#if WARPS % TEAM || WARPS % PARTS || STAGES >= QUEUE || CHUNK > 31
+#error counts
+#endif
+#if OFF_QUEUE % 8 || OFF_BARRIER % 8 || OFF_NOTE % 16 || OFF_LIST % 8 || OFF_RED % 16
+#error places
+#endif
+"""
 
 
 class TestSharedMemory:
@@ -203,18 +203,20 @@ class TestSharedMemory:
     @given(shapes(), forms, configs, st.sampled_from(list(LIMITS.values())), st.integers(1, MAX_TOKENS))
     @settings(max_examples=150, deadline=None)
     def test_in_every_plan(
-        self, preprocess: Any, shape: ExpertShape, form: WeightForm, config: FusedConfig, limit_bytes: int, tokens: int
+        self, shape: ExpertShape, form: WeightForm, config: FusedConfig, limit_bytes: int, tokens: int
     ) -> None:
         try:
             chosen = plan(SlotLayout(shape, form), tokens, config, limit_bytes)
         except ShapeError:
             return
-        assert preprocess(chosen.source) == ""
+        assert preprocessed(CHECK, chosen.source) == ""
 
-    def test_the_conditions_see_what_is_wrong(self, preprocess: Any) -> None:
+    def test_the_conditions_see_what_is_wrong(self) -> None:
         source = plan(QWEN, COLUMNS, FusedConfig(), LIMITS["H200"]).source
         for name, value, seen in (("EXPECTED_SHARED_BYTES", 5, "bytes"), ("TEAM", 32, "split"), ("PARTS", 3, "counts")):
-            assert seen in preprocess(Source(source.name, tuple((dict(source.defines) | {name: value}).items())))
+            assert seen in preprocessed(
+                CHECK, Source(source.name, tuple((dict(source.defines) | {name: value}).items()))
+            )
 
     @pytest.mark.usefixtures("nvrtc")
     def test_the_source_refuses_another_number(self) -> None:
