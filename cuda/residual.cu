@@ -68,7 +68,8 @@ __device__ __forceinline__ u32 word_of(const Codes& c, int step) {
 __device__ __forceinline__ u32 scales_at(const u8* unit, int set, int lane) { return *(const u32*)(unit + 1024 + scale_byte(set, lane / 4, 0)); }
 struct ExceptionsOf {
   const u8* record;   // from the unit's low bytes on
-  u32 places, bytes;
+  u32 places, bytes, all;
+  __device__ __forceinline__ u32 count() const { return all; }
   __device__ __forceinline__ u32 place(u32 i) const { return ((const u16*)(record + places))[i]; }
   __device__ __forceinline__ u32 byte(u32 i) const { return record[bytes + i]; }
 };
@@ -210,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) residual_decode(
       Scales scale;
       at += own * 8;
       const u32 one = ((u32)units >> 31) + 1;
-      Exceptions<ExceptionsOf> own_exceptions({record, places_at(entry), exception_bytes_at(entry)}, exceptions(entry), lane);
+      Exceptions<ExceptionsOf> own_exceptions({record, places_at(entry), exception_bytes_at(entry), exceptions(entry)}, exceptions(entry), lane);
 #pragma unroll
       for (int c = 0; c < 4; c++) {
         if (c * SCALE_SETS % 4 == 0) scale = scales_of(scales[c * SCALE_SETS / 4]);

@@ -18,7 +18,10 @@
 #include "layout.cuh"
 
 #define DIRECTORY_BYTES 80
-#define CHOICES_BYTES 4096   // the table: uint4 [256]
+#ifndef CHOICE_COPIES
+#define CHOICE_COPIES 1      // of the table, 1, 2, 4 or 8: lanes take them in turn; with 8 no two of the lanes that read at once meet in a bank
+#endif
+#define CHOICES_BYTES (4096 * CHOICE_COPIES)   // the table: uint4 [256][CHOICE_COPIES]
 #define BLOCK_UNITS 8        // units of a record's block, at most
 
 // A unit of the directory
@@ -42,7 +45,7 @@ __device__ __forceinline__ bool by_weight(const Entry& e) { return e.counts >> 3
 
 // Bit 3 of every nibble that is 8
 MOESPEQ_HD unsigned int zero_codes(unsigned int word) { return word & ~((word & 0x77777777u) + 0x77777777u) & 0x88888888u; }
-#define CHOICE_PLACES 0x10080402u   // whose products with the bytes of a mask are its place in the table, in bytes: another one for each of the 256
+#define CHOICE_PLACES (CHOICE_COPIES * 0x10080402u)   // whose products with the bytes of a mask are its place in the table, in bytes: another one for each of the 256
 
 // What the table holds for a mask: by kh, selectors of prmt over {nibbles 0 2 4 6, nibbles 1 3 5 7} in the order rh, lo, anything for other
 // codes; with the first, in its upper half, four times the number of zero codes; then by kh masks of 8 bits for the zero codes.
@@ -54,13 +57,15 @@ __device__ __forceinline__ uint4 choice(u32 zero) {
   }
   return make_uint4(select[0] | k << 18, select[1], mask[0], mask[1]);
 }
+// This lane's copy
+__device__ __forceinline__ u32 choices_of(u32 table, int lane) { return table + lane % CHOICE_COPIES * 16; }
 // Fills the table at shared address `table`; by COUNT threads of a block, which then must meet
 template <int COUNT> __device__ __forceinline__ void fill_choices(u32 table, int thread) {
   for (int m = thread; m < 256; m += COUNT) {
     u32 zero = 0;
     for (int n = 0; n < 8; n++) zero |= (u32)(m >> n & 1) << (4 * n + 3);
     const uint4 v = choice(zero);
-    sts128(dot_bytes(zero, CHOICE_PLACES, table), v.x, v.y, v.z, v.w);
+    for (int c = 0; c < CHOICE_COPIES; c++) sts128(dot_bytes(zero, CHOICE_PLACES, table) + c * 16, v.x, v.y, v.z, v.w);
   }
 }
 
@@ -88,8 +93,9 @@ __device__ __forceinline__ void rebuild_step(u32 word, const u32 (&low)[2], cons
   const u32 zero = word & ~multiply_add(word & 0x77777777u, one, 0x77777777u) & 0x88888888u;   // zero_codes
   const uint4 choice = lds128(dot_bytes(zero, CHOICE_PLACES, table));
   const u32 masks[2] = {choice.z, choice.w}, seven = 0x07070707u * one;
-  u32 even = and_xor(next, 0x0f0f0f0fu, seven), odd = and_xor(next >> 4, 0x0f0f0f0fu, seven);   // sign, 7 - step
-  even += (even & 0x08080808u) * 15, odd += (odd & 0x08080808u) * 15;
+  // By byte: sign, in bit 7, and 7 - step
+  const u32 even = (multiply_add(next, 16, 0) & 0x80808080u) | and_xor(next, 0x07070707u, seven);
+  const u32 odd = (next & 0x80808080u) | and_xor(next >> 4, 0x07070707u, seven);
   at = dot_bytes(choice.x, 0x00010000u, at);
   const u32 upper = word >> 8;
 #pragma unroll
@@ -119,28 +125,29 @@ __device__ __forceinline__ void rebuild_two(u32 left, u32 right, uint4 low, cons
   at += used;
 }
 
-// A lane's exceptions of a unit; LIST has place(i) and byte(i) of the unit's `count`
+// A lane's exceptions of a unit; LIST has place(i) and byte(i) of the unit's count()
 template <class LIST> struct Exceptions {
   LIST list;
-  u32 count, i, place;   // how many the unit has; the lane's next one, and its place less the lane's first: 64 or more if there are no more
-  __device__ __forceinline__ Exceptions(const LIST& list, u32 count, int lane) : list(list), count(count), i(0), place(64) {
+  u32 next;   // of the lane's next one: its number, and in the upper half its place less the lane's first: 64 or more if there are no more
+  __device__ __forceinline__ Exceptions(const LIST& list, u32 count, int lane) : list(list), next(64 << 16) {
     if (count == 0) return;
+    u32 i = 0;
 #pragma unroll 1
     for (u32 d = 1u << (31 - __clz(count)); d; d /= 2)   // those of the lanes before
       if (i + d <= count && list.place(i + d - 1) < (u32)lane * 64) i += d;
-    next(lane);
+    find(i, count, lane);
   }
-  __device__ __forceinline__ void next(int lane) { place = i < count ? list.place(i) - lane * 64 : 64; }
+  __device__ __forceinline__ void find(u32 i, u32 count, int lane) { next = (i < count ? list.place(i) - lane * 64 : 64) << 16 | i; }
   // Into the high bytes of steps 2 * pair and 2 * pair + 1
   __device__ __forceinline__ void put(int pair, int lane, u32* high) {
 #pragma unroll 1
-    while (place < 16u * (pair + 1)) {
-      const u32 byte = list.byte(i), word = place / 4 % 4, shift = 4 * (place % 4);
+    while (next < 16u * (pair + 1) << 16) {
+      const u32 i = next & 0xffffu, place = next >> 16, byte = list.byte(i), word = place / 4 % 4, shift = 4 * (place % 4);
       const u32 select = 0x3210u + ((4 - place % 4) << shift);   // 4, the new byte, in its place
 #pragma unroll
       for (u32 w = 0; w < 4; w++)
         if (w == word) high[w] = permute(high[w], byte, select);
-      i++, next(lane);
+      find(i + 1, list.count(), lane);
     }
   }
 };

@@ -16,13 +16,14 @@ CAPABILITY = (9, 0)  # of the GPU, at least
 _COMPUTE, _FINISHERS, _MOST_PRODUCERS = 16, 2, 2  # warps
 _BLOCK_UNITS, _DIRECTORY_BYTES, _LOW_BYTES, _MOST_NIBBLE_BYTES, _TABLE_BYTES = 8, 80, 2048, 1024, 64
 _EXCEPTIONS_BYTES = 3 * 128  # of a unit, in the mean over a block
-_CHOICES_BYTES = 4096
+_CHOICE_BYTES, _CHOICE_COPIES = 4096, (4, 1)  # copies of the table: as many as there is room for
 _FIRST_CLAIM = 3  # tiles
+_GRANULE = 512  # bytes, of which a stage takes a multiple
 _RED_BUFFERS = 2
-_LOOK = 2  # tiles of a producer whose directory is read ahead
 _LEAST_DEPTH = 16  # places for stages of a producer
 _FEWEST_OUT = 8  # stages that a producer may have under way
 _MOST_STAGES = 16  # of a tile
+_MOST_BATCH_STAGES = 32  # that a producer plans at once
 _FEWEST_STAGES = 2  # of the largest size, in the ring
 
 
@@ -55,8 +56,10 @@ def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, smem_limit_by
         )
     most = max(1, min(max_tokens, MAX_TOKENS, MAX_PAIRS // shape.top_k))
     least = _FEWEST_STAGES * _most_stage_bytes(layout)
-    for tokens, producers in itertools.product(range(most, 0, -1), range(_MOST_PRODUCERS, 0, -1)):
-        fixed = _smem_bytes(layout, team, parts, tokens, producers)
+    for tokens, producers, copies in itertools.product(
+        range(most, 0, -1), range(_MOST_PRODUCERS, 0, -1), _CHOICE_COPIES
+    ):
+        fixed = copies * _CHOICE_BYTES + _smem_bytes(layout, team, parts, tokens, producers)
         ring = (smem_limit_bytes - fixed) // producers // 128 * 128
         if ring >= least:
             values = layer_values(layout, tokens, 0)
@@ -66,6 +69,7 @@ def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, smem_limit_by
                 "PRODUCERS": producers,
                 "DEPTH": _depth(layout, team, parts, producers),
                 "RING_BYTES": ring,
+                "CHOICE_COPIES": copies,
             }
             del values["FORM"], values["INTERLEAVE"]
             return FusedPlan.of(
@@ -74,12 +78,12 @@ def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, smem_limit_by
                 tokens,
                 values,
                 threads=32 * (_COMPUTE + producers + _FINISHERS),
-                most_first_claim=_FIRST_CLAIM,
+                most_first_claim=min(_FIRST_CLAIM, producers * (_MOST_BATCH_STAGES // _stages(shape.hidden_size))),
                 smem_bytes=producers * ring + fixed,
             )
     raise ShapeError(
         expected=f"at most {smem_limit_bytes} bytes of shared memory for a block of the kernel for residual records",
-        found=f"{_smem_bytes(layout, team, parts, 1, producers=1) + least} for one token",
+        found=f"{_smem_bytes(layout, team, parts, 1, producers=1) + _CHOICE_BYTES + least} for one token",
         mend="decode the records to BF16 instead",
     )
 
@@ -102,28 +106,26 @@ def _groups(members: int) -> int:
 def _depth(layout: SlotLayout, team: int, parts: int, producers: int) -> int:
     """Places for stages: as many as may be under way, and as many as a group may be ahead of what it had."""
     first = (_groups(team) // producers - 1) * _stages(layout.shape.hidden_size)
-    second = (_groups(parts) // producers - 1) * _stages(layout.shape.moe_intermediate_size)
+    second = _groups(parts) // producers - 1
     return max(_LEAST_DEPTH, 1 << (_FEWEST_OUT + first + second).bit_length())
 
 
 def _most_stage_bytes(layout: SlotLayout) -> int:
     """A block of a record with its codes and directory, all codes zero."""
     unit_bytes = layout.form.unit_bytes + _DIRECTORY_BYTES + _LOW_BYTES + _MOST_NIBBLE_BYTES + _EXCEPTIONS_BYTES
-    return _BLOCK_UNITS * unit_bytes + _TABLE_BYTES
+    return -(-(_BLOCK_UNITS * unit_bytes + _TABLE_BYTES) // _GRANULE) * _GRANULE
 
 
 def _smem_bytes(layout: SlotLayout, team: int, parts: int, tokens: int, producers: int) -> int:
-    """SHARED_BYTES of the source but for the rings, in the order of its offsets; the source asserts that it is."""
+    """SHARED_BYTES of the source but for rings and table, in the order of its offsets; which the source asserts."""
     shape, pairs = layout.shape, tokens * layout.shape.top_k
     slots, sums = producers * _depth(layout, team, parts, producers), _groups(team) * _RED_BUFFERS
     active = max_active(shape, pairs)
     lists = list_bytes(shape, tokens)
     return (
-        _CHOICES_BYTES
-        + sums * team * 512
+        sums * team * 512
         + parts * pairs * 64
         + slots * 16
-        + producers * _LOOK * _tile_stages(layout) * 32
         + (2 * slots + 2 * sums) * 8
         + sums * 8
         + active * COLUMNS * 4

@@ -97,7 +97,7 @@ CLOCKS: dict[str, tuple[Clock, ...]] = {
         Clock(
             "producer begins",
             _RESIDUAL,
-            "  const int number = me.warp - PRODUCER, num_active",
+            "  const int number = me.warp - PRODUCER;\n",
             "me.warp == PRODUCER",
             True,
         ),
