@@ -32,12 +32,12 @@ def _widest(largest: Tensor, bits: int) -> Tensor:
     """The scales for the groups' largest absolute values."""
     largest = torch.where(largest == 0, 1.0, largest)
     scales = (2.0 * largest) / ((1 << bits) - 1)
-    return torch.where(scales < SMALLEST_NORMAL_FLOAT16, _float16_above(scales), scales)
+    return torch.where(scales < SMALLEST_NORMAL_FLOAT16, _stored_above(scales), scales)
 
 
 def rtn_scales(weights: Tensor, size: int, bits: int) -> Tensor:
-    """`absmax_scales` rounded up to float16, so that rounding to nearest stays within half of the stored scale."""
-    return _float16_above(absmax_scales(weights, size, bits))
+    """`absmax_scales` rounded up to what is stored, so that rounding to nearest stays within half of it."""
+    return _stored_above(absmax_scales(weights, size, bits))
 
 
 def round_to_nearest(weights: Tensor, scales: Tensor, size: int, bits: int) -> Tensor:
@@ -62,7 +62,7 @@ def searched_scales(columns: Tensor, hessians: Tensor, size: int, bits: int) -> 
         bits: 4 or 8.
 
     Returns:
-        float32 [E, groups, out], values of float16.
+        float32 [E, groups, out], values of both float16 and bfloat16.
     """
     experts, in_features, out_features = columns.shape
     groups = columns.reshape(-1, size, out_features)
@@ -83,12 +83,12 @@ def searched_scales(columns: Tensor, hessians: Tensor, size: int, bits: int) -> 
 def _search(weights: Tensor, largest: Tensor, importance: Tensor, bits: int) -> Tensor:
     """Best scales of some groups: [G, size, rows], [G, rows], [G, 1, size] to [G, rows]."""
     zero, maximum = symmetric_zero(bits), (1 << bits) - 1
-    best_scales = _float16_above(largest)
+    best_scales = _stored_above(largest)
     best_costs = torch.full_like(largest, torch.inf)
     steps = torch.empty(weights.shape, device=weights.device)
     errors = torch.empty_like(steps)
     for ratio in SEARCH_RATIOS:
-        scales = _float16_above(largest * ratio)
+        scales = _stored_above(largest * ratio)
         torch.div(weights, scales.unsqueeze(1), out=steps)
         torch.round(steps, out=errors).clamp_(-zero, maximum - zero).sub_(steps).square_()
         costs = torch.bmm(importance, errors).squeeze(1) * scales.square()
@@ -102,9 +102,17 @@ def _grouped(weights: Tensor, size: int) -> Tensor:
     return weights.reshape(*weights.shape[:-1], weights.shape[-1] // size, size)
 
 
-def _float16_above(scales: Tensor) -> Tensor:
-    """The least float16 that is not below, as float32."""
-    near = scales.to(torch.float16)
-    above = (near.view(torch.int16) + 1).view(torch.float16)  # the next one, as scales are positive
-    result = torch.where(near.to(torch.float32) < scales, above, near)
-    return result.to(torch.float32).clamp_min(SMALLEST_FLOAT16)
+def _stored_above(scales: Tensor) -> Tensor:
+    """The least value of both float16 and bfloat16 that is not below, as float32.
+
+    Eight significant bits move a scale by 0.8 % at most, and a kernel that rebuilds weights from residual records
+    rounds a code times such a scale in one step (`cuda/residual.cuh`).
+    """
+    return _above(_above(scales, torch.bfloat16), torch.float16).clamp_min(SMALLEST_FLOAT16)
+
+
+def _above(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The least value of a type that is not below positive ones, as float32."""
+    near = values.to(dtype)
+    above = (near.view(torch.int16) + 1).view(dtype)
+    return torch.where(near.to(torch.float32) < values, above, near).to(torch.float32)

@@ -169,7 +169,7 @@ def test_rounding_stays_within_half_a_step_and_in_its_grid() -> None:
         near = rounded(weights, bits)
         step = weights.unflatten(-1, (2, 128)).abs().amax(-1) * 2 / (2**bits - 1)
         error = (near - weights).abs().unflatten(-1, (2, 128)).amax(-1)
-        assert (error <= step * 0.501).all()
+        assert (error <= step * 0.505).all()  # scales have eight bits, and are rounded up
         assert all(len(near[row, :128].unique()) <= 2**bits for row in range(6))
     assert group_size(96) == 96 and group_size(256) == 128
     assert rounded(torch.zeros(3, 40), 4).abs().max() == 0

@@ -11,7 +11,7 @@ from torch import Tensor
 from moespeq_cli.quantize.gptq import Solution, SolverSettings, inverse_factors, round_solution, solve
 from moespeq_cli.quantize.hessian import hessian
 from moespeq_cli.quantize.report import relative_errors
-from moespeq_cli.quantize.scales import absmax_scales
+from moespeq_cli.quantize.scales import SMALLEST_FLOAT16, absmax_scales, rtn_scales, searched_scales
 from moespeq_cli.quantize.solver import AutoGptqSolver, auto_gptq_available, import_auto_gptq, make_solver
 from runtime.artifacts.gptq_format import dequantize, effective_group_size
 from runtime.errors import InputError
@@ -253,3 +253,17 @@ def test_without_auto_gptq_the_error_says_how_to_install_it(monkeypatch: pytest.
     assert "pip install --no-deps" in caught.value.mend
     with pytest.raises(InputError, match="batched or auto-gptq"):
         make_solver("exact")
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from((4, 8)), st.integers(-28, 10), st.integers(0, 2**31))
+def test_scales_are_values_of_bf16_too(bits: int, power: int, seed: int) -> None:
+    """Of eight significant bits: the kernel for residual records then rounds a weight's draft value in one step."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(1, 3, 64, generator=generator) * 2.0**power
+    least, rounded = absmax_scales(weights, 32, bits), rtn_scales(weights, 32, bits)
+    searched = searched_scales(weights.transpose(1, 2).contiguous(), torch.eye(64)[None], 32, bits)
+    for scales in (rounded, searched):
+        assert torch.equal(scales.bfloat16().float(), scales) and torch.equal(scales.half().float(), scales)
+        assert (scales > 0).all()
+    assert (least <= rounded).all() and (rounded <= least * (1 + 2.0**-7) + SMALLEST_FLOAT16).all()
