@@ -14,11 +14,12 @@
 //
 // Warps have roles as in moe_codes.cu. The compute warps form groups of 8, or of 4 where that is enough for a tile. A producer copies blocks of
 // records, up to 8 units of 16 rows with their codes and directory, one after the other into its ring of bytes, each as long as it is, and
-// numbers them. Each producer serves its share of the groups in turn, so a group knows the numbers of its own stages. A producer gives bytes
-// back in the order in which it took them. Unit u of a tile belongs
-// to member TEAM - 1 - u % TEAM of its sums (part PARTS - 1 - u % PARTS in phase 2), which is where moe_small.cu adds it.
+// numbers them. It plans up to 32 stages at once, one to a lane, and reads the directory for them while it copies those before. Each producer
+// serves its share of the groups in turn, so a group knows the numbers of its own stages. A producer gives bytes back in the order in which it
+// took them. Unit u of a tile belongs to member TEAM - 1 - u % TEAM of its sums (part PARTS - 1 - u % PARTS in phase 2), which is where
+// moe_small.cu adds it.
 //   Phase 1, gate and up: tiles of a producer go to its groups in turn; a finisher adds the members' sums.
-//   Phase 2, down: entry i of the list goes to groups in turn; the parts are added when the 16 rows are over.
+//   Phase 2, down: entry i of the list goes to groups in turn, whose stages alternate; the parts are added when the 16 rows are over.
 // The tokens of a warp's next unit are loaded into registers as soon as those of this one leave them.
 // A unit that the directory marks, or whose exceptions are too many for the stage, is rebuilt weight by weight from global memory.
 #define FORM 0         // the bank's
@@ -158,7 +159,7 @@ template <class BEFORE, class AFTER> __device__ __forceinline__ void multiply(co
 #pragma unroll
   for (int i = 0; i < 4; i++) {   // two steps, 32 k
     if (i % 2 == 0) words = lds128(codes + i / 2 * 512 + lane * 16);
-    if (i * SCALE_SETS % 4 == 0) scales = scales_of(lds32(codes + CODE_BYTES + scale_byte(i * SCALE_SETS / 4, lane / 4, 0)));
+    if (i * SCALE_SETS % 4 == 0) scales = scales_of(lds32(codes + CODE_BYTES + scale_byte(i * SCALE_SETS / 4, lane / 4, 0)), one);
     const uint4 bytes = lds128(own + i * 512);
     u32 high[4], a[8];
     rebuild_two(i % 2 ? words.z : words.x, i % 2 ? words.w : words.y, bytes, scales, table, at, one, high);

@@ -214,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) residual_decode(
       Exceptions<ExceptionsOf> own_exceptions({record, places_at(entry), exception_bytes_at(entry), exceptions(entry)}, exceptions(entry), lane);
 #pragma unroll
       for (int c = 0; c < 4; c++) {
-        if (c * SCALE_SETS % 4 == 0) scale = scales_of(scales[c * SCALE_SETS / 4]);
+        if (c * SCALE_SETS % 4 == 0) scale = scales_of(scales[c * SCALE_SETS / 4], one);
         u32 high[4];
         rebuild_two(word_of(codes, 2 * c), word_of(codes, 2 * c + 1), low[c], scale, table, at, one, high);
         own_exceptions.put(c, lane, high);

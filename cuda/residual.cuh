@@ -5,9 +5,10 @@
 //
 // The high byte of a weight whose code is not zero is (D + 127 - L) >> 8, with D the bits of bf16((code - 8) * scale) and L the low byte.
 //   D - 128 are the bits of half of that, so for two weights at once it is bytes 1 and 3 of bits(half) + 0x00ff00ff - L, without a borrow.
-//   A scale has 11 bits and BF16 has 8, so half of it is split in two, high + low: (code - 8) * low is exact, and one fma rounds once.
+//   A scale has 11 bits and BF16 has 8, so half of it is split in two, high + low: (code - 8) * low is exact, and one fma rounds once. Where all scales
+//   have 8 (SHORT_SCALES), one fma takes 8 off the code too: code * scale - 8 * scale, exact before it rounds.
 //   As the bits of BF16 a nibble is its number times a power of two, another one for each of the two rows, which their scales make good.
-// A zero code makes that byte 0. Its own, (N >> 3) << 7 | (S - (N & 7)) with S the high byte of bf16(scale), is put there: of the eight
+// The byte of a zero code, (N >> 3) << 7 | (S - (N & 7)) with S the high byte of bf16(scale), is put in place of that: of the eight
 //   weights of a step the mask of zero codes chooses, in a table in shared memory, which of the next eight nibbles each one takes.
 // Where exceptions are listed, each lane then puts its own in their places; they are in the order of lanes. A unit with a scale that is not positive
 //   is marked, and rebuilt weight by weight.
@@ -65,25 +66,42 @@ template <int COUNT> __device__ __forceinline__ void fill_choices(u32 table, int
     u32 zero = 0;
     for (int n = 0; n < 8; n++) zero |= (u32)(m >> n & 1) << (4 * n + 3);
     const uint4 v = choice(zero);
-    for (int c = 0; c < CHOICE_COPIES; c++) sts128(dot_bytes(zero, CHOICE_PLACES, table) + c * 16, v.x, v.y, v.z, v.w);
+    for (int c = 0; c < CHOICE_COPIES; c++) sts128(dot_bytes(zero, CHOICE_PLACES, table) + (c + m) % CHOICE_COPIES * 16, v.x, v.y, v.z, v.w);   // in other banks than its neighbours
   }
 }
 
-// The scales of a lane's rows r and r + 8 in one group
+#ifndef SHORT_SCALES
+#define SHORT_SCALES 0       // whether all scales have no more significant bits than BF16 has
+#endif
+#define POWER (SHORT_SCALES ? (20 << 7) * 0x10001u : 0)   // 2^20, by which halves are less, in the bits of two BF16
+// The scales of a lane's rows r and r + 8 in one group; each word has its value twice
 struct Scales {
-  u32 high[2], low[2];   // of half the scale and the power of two of its row's codes, twice in a word
+#if SHORT_SCALES
+  u32 by[2], less[2];    // half((code - 8) * scale) * 2^-20 = fma(bits of the code, by, less), rounded once
+#else
+  u32 high[2], low[2];   // of half the scale and the power of two of its row's codes
+#endif
   u32 top;               // high bytes of bf16(scale) less 7: r, r, r + 8, r + 8
 };
-__device__ __forceinline__ Scales scales_of(u32 bits) {   // F16 of row r, and of row r + 8 in the upper half
+__device__ __forceinline__ Scales scales_of(u32 bits, u32 one) {   // F16 of row r, and of row r + 8 in the upper half
   Scales s;
   float whole[2];
 #pragma unroll
   for (int rh = 0; rh < 2; rh++) {
     whole[rh] = f16_to_f32(bits >> (16 * rh) & 0xffffu);
+#if SHORT_SCALES
+    const u32 twice = permute(__float_as_uint(whole[rh]), 0, 0x3232);                      // as BF16
+    s.by[rh] = twice + (rh ? 108 << 7 : 112 << 7) * 0x10001u, s.less[rh] = twice + (0x8000u - (18 << 7)) * 0x10001u;   // times 2^112 or 2^108, and -2^-18
+#else
     const float half = whole[rh] * (rh ? 2.f : 32.f), high = __uint_as_float(__float_as_uint(half) & 0xffff0000u);
     s.high[rh] = permute(__float_as_uint(high), 0, 0x3232), s.low[rh] = permute(__float_as_uint(half - high), 0, 0x3232);
+#endif
   }
+#if SHORT_SCALES
+  s.top = multiply_add(permute(__float_as_uint(whole[0]), __float_as_uint(whole[1]), 0x7733), one, 0u - 0x07070707u);
+#else
   s.top = permute(f32_to_bf16x2(whole[1], whole[0]), 0, 0x3311) - 0x07070707u;
+#endif
   return s;
 }
 
@@ -97,19 +115,23 @@ __device__ __forceinline__ void rebuild_step(u32 word, const u32 (&low)[2], cons
   const u32 even = (multiply_add(next, 16, 0) & 0x80808080u) | and_xor(next, 0x07070707u, seven);
   const u32 odd = (next & 0x80808080u) | and_xor(next >> 4, 0x07070707u, seven);
   at = dot_bytes(choice.x, 0x00010000u, at);
-  const u32 upper = word >> 8;
+  const u32 upper = word >> 8, power = POWER * one;
 #pragma unroll
   for (int kh = 0; kh < 2; kh++) {
     u32 sum[2];
 #pragma unroll
     for (int rh = 0; rh < 2; rh++) {
-      // the number times 2^-133 or 2^-129; less 8, times 2^-6 or 2^-2
-      const u32 code = fma_bf16x2((kh ? upper : word) & (rh ? 0x00f000f0u : 0x000f000fu), 0x7f007f00u, rh ? 0xc000c000u : 0xbe00be00u);
+      const u32 bits = (kh ? upper : word) & (rh ? 0x00f000f0u : 0x000f000fu);   // the number times 2^-133 or 2^-129
+#if SHORT_SCALES
+      const u32 half = fma_bf16x2(bits, s.by[rh], s.less[rh]);
+#else
+      const u32 code = fma_bf16x2(bits, 0x7f007f00u, rh ? 0xc000c000u : 0xbe00be00u);   // less 8, times 2^-6 or 2^-2
       const u32 half = fma_bf16x2(code, s.high[rh], fma_bf16x2(code, s.low[rh], 0x80008000u));
-      sum[rh] = kh ? half + 0x00ff00ffu - permute(low[rh], 0, 0x4341) : multiply_add(half, one, ~low[rh] & 0x00ff00ffu);
+#endif
+      sum[rh] = kh ? half + (0x00ff00ffu + POWER) - permute(low[rh], 0, 0x4341) : multiply_add(half, one, (~low[rh] & 0x00ff00ffu) | power);
     }
     const u32 own = multiply_add(permute(even, odd, kh ? choice.y : choice.x), one, s.top);
-    high[kh] = (own & masks[kh]) | permute(sum[0], sum[1], 0x7531);
+    high[kh] = (own & masks[kh]) | (permute(sum[0], sum[1], 0x7531) & ~masks[kh]);
   }
 }
 

@@ -38,14 +38,22 @@ class ExactExperts:
 
     @classmethod
     def quantized(
-        cls, shape: ExpertShape, form: WeightForm, gate_up: Tensor, down: Tensor, biases: Biases | None = None
+        cls,
+        shape: ExpertShape,
+        form: WeightForm,
+        gate_up: Tensor,
+        down: Tensor,
+        biases: Biases | None = None,
+        short_scales: bool = True,
     ) -> ExactExperts:
         """With the nearest codes."""
-        codes = quantize(gate_up, form), quantize(down, form)
+        codes = quantize(gate_up, form, short_scales), quantize(down, form, short_scales)
         return cls(SlotLayout(shape, form), gate_up, down, *codes, biases)
 
     @classmethod
-    def random(cls, shape: ExpertShape, form: WeightForm, count: int, seed: int = 0) -> ExactExperts:
+    def random(
+        cls, shape: ExpertShape, form: WeightForm, count: int, seed: int = 0, short_scales: bool = True
+    ) -> ExactExperts:
         """Normal weights of about 1 / sqrt(inputs), as trained ones are, and their nearest codes."""
         generator = torch.Generator().manual_seed(seed)
         inner, hidden = shape.moe_intermediate_size, shape.hidden_size
@@ -54,7 +62,7 @@ class ExactExperts:
             return torch.randn(count, *sizes, generator=generator).mul_(sizes[-1] ** -0.5).bfloat16()
 
         biases = Biases(normal(2 * inner), normal(hidden)) if shape.has_bias else None
-        return cls.quantized(shape, form, normal(2 * inner, hidden), normal(hidden, inner), biases)
+        return cls.quantized(shape, form, normal(2 * inner, hidden), normal(hidden, inner), biases, short_scales)
 
     def bank(self) -> Tensor:
         """The bank's slots, uint8 [B, slot_bytes]."""

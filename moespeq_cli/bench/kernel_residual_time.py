@@ -59,8 +59,11 @@ class Layer:
 
     def clone(self) -> Layer:
         """The same at another place."""
-        tensors = (self.pool.records.clone(), self.pool.directory.clone(), self.pool.bank.clone())
-        return dataclasses.replace(self, pool=ResidualPool(self.pool.layout, *tensors), exact=self.exact.clone())
+        old = self.pool
+        pool = dataclasses.replace(
+            old, records=old.records.clone(), directory=old.directory.clone(), bank=old.bank.clone()
+        )
+        return dataclasses.replace(self, pool=pool, exact=self.exact.clone())
 
     @property
     def record_bytes(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -136,7 +135,7 @@ class RecordExperts:
             if layout.form not in kernels:
                 kernels[layout.form] = tools.kernels(layout)
             raw = None if all(residual) else ~torch.tensor(residual, device=codes.device)
-            yield _Layer(dataclasses.replace(one, layout=layout, bank=codes), kernels[layout.form], raw)
+            yield _Layer(one.beside(layout, codes), kernels[layout.form], raw)
 
     @property
     def num_bytes(self) -> int:

@@ -68,10 +68,10 @@ def _fused(
     )
 
 
-def _residual(shape: ExpertShape, group_size: int, tokens: int) -> Entry:
+def _residual(shape: ExpertShape, group_size: int, tokens: int, short_scales: bool = True) -> Entry:
     """Few tokens from residual records on an H200; 104 registers are all that 608 threads can have."""
     layout = SlotLayout(shape, WeightForm("int4", group_size))
-    made = residual_plan.plan(layout, tokens, FusedConfig(), H200.smem_per_block_bytes)
+    made = residual_plan.plan(layout, tokens, FusedConfig(), H200.smem_per_block_bytes, short_scales)
     return Entry(made.source, 104, ("sm_90",), max_spill_bytes=8)  # two registers, groups of 32
 
 
@@ -105,6 +105,7 @@ CATALOG: tuple[Entry, ...] = (
         for group in (32, 64, 128)
     ),
     _residual(_QWEN, 128, 8),
+    _residual(_QWEN, 128, 8, short_scales=False),
     _residual(_QWEN, 128, 16),
     _residual(_PHI, 128, 8),
     _residual(_GPT_OSS, 32, 16),

@@ -143,6 +143,14 @@ class SlotLayout:
         self._put_biases(slots, biases)
         return slots
 
+    def has_short_scales(self, slots: Tensor) -> bool:
+        """Whether all scales of INT4 or INT8 slots uint8 [B, >= payload_bytes] are values of BF16 too.
+
+        `moespeq quantize` chooses such scales; other quantisers' F16 scales have up to three bits more.
+        """
+        parts = ((self.gate_up, self.gate_up_grid), (self.down, self.down_grid))
+        return all(grid.has_short_scales(slots[:, part.offset_bytes : part.end_bytes]) for part, grid in parts)
+
     def unpack_codes(self, slots: Tensor) -> tuple[Codes, Codes, Biases | None]:
         """gate_up, down and biases of INT4 or INT8 slots uint8 [B, >= payload_bytes]; the inverse of `pack_codes`."""
         self._require(coded=True, has_bias=self.shape.has_bias)

@@ -189,13 +189,17 @@ def _rounded_torch(values: Tensor, wanted: bool) -> Tensor:
     return values.float().bfloat16().double() if wanted else values
 
 
-def quantize(weight: Tensor, form: WeightForm) -> Codes:
-    """Nearest codes and symmetric scales of weights [B, rows, columns]: a scale maps the largest weight to 7 or 127."""
+def quantize(weight: Tensor, form: WeightForm, short_scales: bool = False) -> Codes:
+    """Nearest codes and symmetric scales of weights [B, rows, columns]: a scale maps the largest weight to 7 or 127.
+
+    `short_scales` are values of BF16 too, as `moespeq quantize` chooses them.
+    """
     columns = weight.shape[-1]
     size = form.group_columns(columns)
     padded = torch.nn.functional.pad(weight.float(), (0, form.groups(columns) * size - columns))
     groups = torch.unflatten(padded, -1, (-1, size))
-    scales = (groups.abs().amax(-1) / (form.zero - 1)).clamp(min=2.0**-14).half()
+    scales = (groups.abs().amax(-1) / (form.zero - 1)).clamp(min=2.0**-14)
+    scales = (scales.bfloat16() if short_scales else scales).half()
     codes = (groups / scales[..., None].float()).round().clamp(-form.zero, form.zero - 1) + form.zero
     return Codes(codes.to(torch.uint8).flatten(-2)[..., :columns].contiguous(), scales)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -71,12 +71,14 @@ class ResidualPool:
         records: uint8 [S, slot_bytes], as read from a pack.
         directory: uint8 [S, units * 80], made for them.
         bank: uint8 [slots of the bank, layout.slot_bytes].
+        short_scales: whether all of its scales are values of BF16 too, for which there is a faster kernel.
     """
 
     layout: SlotLayout
     records: Tensor
     directory: Tensor
     bank: Tensor
+    short_scales: bool = False
 
     @classmethod
     def of(cls, layout: SlotLayout, records: Tensor, bank: Tensor) -> ResidualPool:
@@ -103,7 +105,11 @@ class ResidualPool:
         require_aligned(records=records, bank=bank)
         size = units_per_expert(layout) * DIRECTORY_BYTES
         directory = torch.zeros(len(records), size, dtype=torch.uint8, device=records.device)
-        return cls(layout, records, directory, bank)
+        return cls(layout, records, directory, bank, layout.has_short_scales(bank))
+
+    def beside(self, layout: SlotLayout, bank: Tensor) -> ResidualPool:
+        """The same records and directory beside the bank of another layer."""
+        return replace(self, layout=layout, bank=bank, short_scales=layout.has_short_scales(bank))
 
     def admit(self, slots: Tensor, bank_slots: Tensor, payload_bytes: Tensor, faults: Tensor) -> None:
         """Make and check the directory of records that have arrived; queued on torch's current stream.

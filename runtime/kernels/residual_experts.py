@@ -49,10 +49,7 @@ class ResidualExperts:
                 found=f"{gpu.name} of {gpu.capability[0]}.{gpu.capability[1]}",
                 mend="decode the records with ResidualPool.decode and compute in BF16",
             )
-        self._variants = Variants(
-            lambda tokens: residual_plan.plan(layout, tokens, self.config, gpu.smem_per_block_bytes),
-            layout.shape.moe_intermediate_size,
-        )
+        self._variants = [self._variants_for(short_scales, gpu.smem_per_block_bytes) for short_scales in (False, True)]
         self._raw = FusedExperts(plain_layout(layout), self.config)
         self._pairs = torch.empty(0, device=torch.device("cuda", gpu.index))
 
@@ -102,9 +99,16 @@ class ResidualExperts:
             pairs = self._own_pairs(top_k_index)
         tokens = (x, top_k_index, top_k_weights, out)
         more = (slot_of, pool.records, np.uint64(pool.records.stride(0)), pool.directory)
-        self._variants.run(pool.bank, bank_slot_of, *tokens, pairs, resume, more)
+        self._variants[pool.short_scales].run(pool.bank, bank_slot_of, *tokens, pairs, resume, more)
         if raw is not None:
             self._raw.run(raw.pool, raw.slot_of, *tokens, pairs=pairs, resume=True)
+
+    def _variants_for(self, short_scales: bool, smem_limit_bytes: int) -> Variants:
+        """Compiled when first wanted."""
+        return Variants(
+            lambda tokens: residual_plan.plan(self.layout, tokens, self.config, smem_limit_bytes, short_scales),
+            self.layout.shape.moe_intermediate_size,
+        )
 
     def _own_pairs(self, top_k_index: Tensor) -> Tensor:
         """Room for what each pair contributes, float32 [M, k, H]; grows, and is kept."""

@@ -16,7 +16,7 @@ CAPABILITY = (9, 0)  # of the GPU, at least
 _COMPUTE, _FINISHERS, _MOST_PRODUCERS = 16, 2, 2  # warps
 _BLOCK_UNITS, _DIRECTORY_BYTES, _LOW_BYTES, _MOST_NIBBLE_BYTES, _TABLE_BYTES = 8, 80, 2048, 1024, 64
 _EXCEPTIONS_BYTES = 3 * 128  # of a unit, in the mean over a block
-_CHOICE_BYTES, _CHOICE_COPIES = 4096, (4, 1)  # copies of the table: as many as there is room for
+_CHOICE_BYTES, _CHOICE_COPIES = 4096, (8, 1)  # copies of the table: as many as there is room for
 _FIRST_CLAIM = 3  # tiles
 _GRANULE = 512  # bytes, of which a stage takes a multiple
 _RED_BUFFERS = 2
@@ -27,7 +27,9 @@ _MOST_BATCH_STAGES = 32  # that a producer plans at once
 _FEWEST_STAGES = 2  # of the largest size, in the ring
 
 
-def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, smem_limit_bytes: int) -> FusedPlan:
+def plan(
+    layout: SlotLayout, max_tokens: int, config: FusedConfig, smem_limit_bytes: int, short_scales: bool = False
+) -> FusedPlan:
     """Choose the constants of one variant, with the order of sums of the BF16 kernel on the same GPU.
 
     Args:
@@ -35,6 +37,7 @@ def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, smem_limit_by
         max_tokens: wanted of one launch, 1 to 16; it may become fewer where shared memory is short or top_k large.
         config: of the BF16 kernel.
         smem_limit_bytes: shared memory that a block may have.
+        short_scales: whether all scales of the bank are values of BF16 too.
 
     Raises:
         ShapeError: a bank of another form, sums that this kernel cannot follow, or too little shared memory.
@@ -70,6 +73,7 @@ def plan(layout: SlotLayout, max_tokens: int, config: FusedConfig, smem_limit_by
                 "DEPTH": _depth(layout, team, parts, producers),
                 "RING_BYTES": ring,
                 "CHOICE_COPIES": copies,
+                "SHORT_SCALES": int(short_scales),
             }
             del values["FORM"], values["INTERLEAVE"]
             return FusedPlan.of(

@@ -90,6 +90,11 @@ class UnitGrid:
         scales = scales[..., begins * form.scale_sets // UNIT_COLUMNS]
         return Codes(self._from_tiles(codes)[..., : self.columns].contiguous(), self._from_tiles(scales))
 
+    def has_short_scales(self, data: Tensor) -> bool:
+        """Whether all scales of units uint8 [B, size_bytes] are values of BF16 too."""
+        scales = self._scales(unflatten(data, -1, (self.tiles, self.units_per_tile, self.form.unit_bytes)))
+        return bool((scales.bfloat16() == scales).all())
+
     def _scales(self, units: Tensor) -> Tensor:
         """The scales inside units: a float16 view [B, tiles, units, sets, 8 r, 2 rh]."""
         halves = units.view(torch.float16)[..., self.form.code_bytes // 2 :]

@@ -150,7 +150,7 @@ def test_routing_is_like_a_trained_models(built: dict[str, Path], geometry: str)
     assert 0.20 <= figures.neighbours <= 0.30
     first, *later = figures.experts_alike_by_layer
     assert first == 1 and 0.90 <= later[-1] < 0.98 and 0.94 <= figures.experts_alike <= 0.98
-    assert 0.91 <= figures.greedy_alike < 1
+    assert 0.90 <= figures.greedy_alike < 1
 
 
 def test_measures_with_the_experts_of_one_layer_in_memory(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_rounding_is_to_the_nearest_of_sixteen_codes_in_groups_of_128() -> None:
     result = rounded(weight)
     error = (result - weight).view(8, 2, 128)
     step = 2 * weight.view(8, 2, 128).abs().amax(-1, keepdim=True) / 15
-    assert (error.abs() <= 0.502 * step).all()
+    assert (error.abs() <= 0.505 * step).all()  # scales have eight bits, and are rounded up
     assert all(len(group.unique()) <= 16 for group in result.view(16, 128))
     assert 0.08 < float(error.norm() / weight.norm()) < 0.13
 

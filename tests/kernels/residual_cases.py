@@ -49,6 +49,23 @@ def wild(experts: ExactExperts, share: float, seed: int) -> ExactExperts:
     )
 
 
+def with_scales_of_any_size(experts: ExactExperts, seed: int) -> ExactExperts:
+    """With weights and scales times another power of two in every group, as far as F16 has the scale."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def scaled(weights: Tensor, linear: Codes) -> tuple[Tensor, Codes]:
+        power = torch.randint(-15, 21, linear.scales.shape, generator=generator)
+        wanted = linear.scales.double() * 2.0**power
+        power = torch.where((wanted.half().double() == wanted) & wanted.half().isfinite(), power, 0)
+        groups = torch.arange(weights.shape[-1]) // -(-weights.shape[-1] // power.shape[-1])
+        scales = (linear.scales.double() * 2.0**power).half()
+        return (weights.double() * 2.0 ** power[..., groups]).bfloat16(), Codes(linear.codes, scales)
+
+    gate_up, gate_up_codes = scaled(experts.gate_up, experts.gate_up_codes)
+    down, down_codes = scaled(experts.down, experts.down_codes)
+    return ExactExperts(experts.layout, gate_up, down, gate_up_codes, down_codes, experts.biases)
+
+
 def with_exceptions(experts: ExactExperts, share: float, seed: int) -> ExactExperts:
     """With finite weights far from their codes as a share of all, as many scales negative or zero, and inputs that
     nothing looks at: exact zeros, which no guess gives, four of them in some lanes of a unit."""

@@ -18,7 +18,7 @@ from runtime.kernels.residual import ResidualPool
 from runtime.kernels.residual_experts import RawSlots, ResidualExperts
 from runtime.kernels.shape import Activation, ExpertShape, WeightForm
 from tests.kernels.layers import FEW, generator
-from tests.kernels.residual_cases import with_exceptions
+from tests.kernels.residual_cases import with_exceptions, with_scales_of_any_size
 
 pytestmark = pytest.mark.gpu
 CASES = {
@@ -36,13 +36,15 @@ DISTINCT = 3  # experts that differ, where encoding more takes long
 class Both:
     """A layer as residual records and in BF16."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, short_scales: bool = False) -> None:
         self.shape, form, share = CASES[name]
         count = self.shape.num_experts
-        experts = ExactExperts.random(self.shape, form, min(count, DISTINCT), seed=2)
+        experts = ExactExperts.random(self.shape, form, min(count, DISTINCT), seed=2, short_scales=short_scales)
+        experts = with_scales_of_any_size(experts, seed=3) if short_scales else experts
         experts = with_exceptions(experts, share, seed=4) if share else experts
         self.slot_of = torch.randperm(count, generator=torch.Generator().manual_seed(1)).int().cuda()
         self.pool, _ = resident(experts, self.slot_of)
+        assert self.pool.short_scales == short_scales
         exact = experts.exact().cuda()
         self.exact = exact[torch.arange(count, device="cuda") % len(exact)]
         self.own = torch.arange(count, dtype=torch.int32, device="cuda")
@@ -63,9 +65,9 @@ class Both:
         return out
 
 
-@pytest.fixture(params=CASES, scope="module")
+@pytest.fixture(params=[(name, short) for name in CASES for short in (False, True)], scope="module", ids=str)
 def both(request: pytest.FixtureRequest, gpu: Any) -> Both:
-    return Both(request.param)
+    return Both(*request.param)
 
 
 def same(a: Tensor, b: Tensor) -> bool:

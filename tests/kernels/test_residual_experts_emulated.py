@@ -17,7 +17,7 @@ from runtime.kernels.shape import Activation, ExpertShape, WeightForm
 from tests.kernels import emulated
 from tests.kernels.emulated import pointer
 from tests.kernels.emulated_residual import Machine
-from tests.kernels.residual_cases import with_exceptions
+from tests.kernels.residual_cases import with_exceptions, with_scales_of_any_size
 
 SMEM_BYTES = 232448  # of a block of an H200
 SHORT_BYTES = 101376  # a ring of two to three stages
@@ -37,14 +37,19 @@ class Both:
         share: float = 1e-2,
         shape: ExpertShape = SHAPE,
         tokens: int = TOKENS,
+        short_scales: bool = False,
     ) -> None:
         config = FusedConfig()
         self.shape = shape
-        experts = with_exceptions(ExactExperts.random(shape, FORM, shape.num_experts, seed=2), share, seed=4)
+        experts = ExactExperts.random(shape, FORM, shape.num_experts, seed=2, short_scales=short_scales)
+        if short_scales:
+            experts = with_scales_of_any_size(experts, seed=3)
+        experts = with_exceptions(experts, share, seed=4)
         plain = plain_layout(experts.layout)
         chosen = fused_plan.plan(plain, tokens, config, smem_bytes)
         self.plain = emulated.build(plain, dict(chosen.source.defines), folder)
-        chosen = residual_plan.plan(experts.layout, tokens, config, smem_bytes)
+        assert experts.layout.has_short_scales(experts.bank()) == short_scales
+        chosen = residual_plan.plan(experts.layout, tokens, config, smem_bytes, short_scales)
         defines = self.defines = dict(chosen.source.defines)
         self.max_tokens = chosen.max_tokens
         self.kernel = emulated.build(experts.layout, defines, folder, source="moe_residual.cu")
@@ -77,9 +82,9 @@ class Both:
         return self.plain.run(self.exact, self.own, *batch, **options)
 
 
-@pytest.fixture(scope="module")
-def both(folder: Path) -> Both:
-    return Both(folder)
+@pytest.fixture(scope="module", params=[False, True], ids=["any", "short"])
+def both(folder: Path, request: pytest.FixtureRequest) -> Both:
+    return Both(folder, short_scales=request.param)
 
 
 def test_has_the_bits_of_bf16_under_any_schedule(both: Both) -> None:
@@ -91,7 +96,7 @@ def test_has_the_bits_of_bf16_under_any_schedule(both: Both) -> None:
 
 
 def test_a_short_ring_is_used_again_only_when_it_was_read(folder: Path) -> None:
-    both = Both(folder, SHORT_BYTES, share=0.2)  # more exceptions than a stage has room for
+    both = Both(folder, SHORT_BYTES, share=0.2, short_scales=True)  # more exceptions than a stage has room for
     assert both.defines["PRODUCERS"] == 1
     batch = both.batch(3, seed=3)
     right = both.run_plain(*batch)
