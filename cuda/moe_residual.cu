@@ -88,7 +88,7 @@
 #define MOST_STAGE_BYTES ((STAGE_UNITS * (UNIT_BYTES + DIRECTORY_BYTES) + MOST_BLOCK_BYTES + GRANULE - 1) / GRANULE * GRANULE)
 static_assert(FORM == INT4 && RING_BYTES % 16 == 0 && RING_BYTES >= MOST_STAGE_BYTES, "any stage fits");
 static_assert(TEAM <= 8 && PARTS <= 8 && TEAM <= UNITS1 && PARTS <= UNITS2 && GROUPS1 % FINISHERS == 0 && FINISHERS % PRODUCERS == 0, "members");
-static_assert(STAGES1 <= 32, "a lane has one stage");
+static_assert(STAGES1 <= 32 && MOST_BATCH * STAGES1 <= 32, "a lane has one stage");
 // Copies arrive in any order, and a barrier tells only the last two stages of its place apart: when a group waits for a stage, the one before it in
 // the same place must have come, whosever it is. It has been given back: what the group had before is at most AHEAD stages behind, and the
 // producer took that only when fewer than MOST_OUT were out.

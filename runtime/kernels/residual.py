@@ -71,7 +71,8 @@ class ResidualPool:
         records: uint8 [S, slot_bytes], as read from a pack.
         directory: uint8 [S, units * 80], made for them.
         bank: uint8 [slots of the bank, layout.slot_bytes].
-        short_scales: whether all of its scales are values of BF16 too, for which there is a faster kernel.
+        short_scales: whether all of its scales are values of BF16 too, for which there is a faster kernel; found when
+            the pool is made, so the bank must be filled by then.
     """
 
     layout: SlotLayout

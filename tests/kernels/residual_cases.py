@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -66,8 +68,21 @@ def with_scales_of_any_size(experts: ExactExperts, seed: int) -> ExactExperts:
     return ExactExperts(experts.layout, gate_up, down, gate_up_codes, down_codes, experts.biases)
 
 
-def with_exceptions(experts: ExactExperts, share: float, seed: int) -> ExactExperts:
-    """With finite weights far from their codes as a share of all, as many scales negative or zero, and inputs that
+def with_turned_groups(experts: ExactExperts, share: float, seed: int) -> ExactExperts:
+    """With weights and scales of a share of the groups of gate and up negated: no guess is wrong."""
+    linear = experts.gate_up_codes
+    turned = torch.rand(linear.scales.shape, generator=torch.Generator().manual_seed(seed)) < share
+    sign = torch.where(turned, -1.0, 1.0)
+    groups = torch.arange(experts.gate_up.shape[-1]) // -(-experts.gate_up.shape[-1] // sign.shape[-1])
+    return replace(
+        experts,
+        gate_up=(experts.gate_up * sign[..., groups]).bfloat16(),
+        gate_up_codes=Codes(linear.codes, (linear.scales * sign).half()),
+    )
+
+
+def with_exceptions(experts: ExactExperts, share: float, seed: int, scales: bool = True) -> ExactExperts:
+    """With finite weights far from their codes as a share of all, as many `scales` negative or zero, and inputs that
     nothing looks at: exact zeros, which no guess gives, four of them in some lanes of a unit."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -79,7 +94,7 @@ def with_exceptions(experts: ExactExperts, share: float, seed: int) -> ExactExpe
 
     def turned(linear: Codes) -> Codes:
         factor = torch.randint(-1, 2, linear.scales.shape, generator=generator)
-        chosen = torch.rand(linear.scales.shape, generator=generator) < share
+        chosen = torch.rand(linear.scales.shape, generator=generator) < share * scales
         return Codes(linear.codes, torch.where(chosen, factor * linear.scales, linear.scales).half())
 
     gate_up = moved(experts.gate_up)

@@ -17,13 +17,14 @@ from runtime.kernels.shape import Activation, ExpertShape, WeightForm
 from tests.kernels import emulated
 from tests.kernels.emulated import pointer
 from tests.kernels.emulated_residual import Machine
-from tests.kernels.residual_cases import with_exceptions, with_scales_of_any_size
+from tests.kernels.residual_cases import with_exceptions, with_scales_of_any_size, with_turned_groups
 
 SMEM_BYTES = 232448  # of a block of an H200
 SHORT_BYTES = 101376  # a ring of two to three stages
 SHAPE = ExpertShape(3, 3, 1032, 392, Activation.clamped, True)  # 8 warps a tile, 4 parts of down, 1 unit too many
 TURNS = ExpertShape(5, 2, 400, 1160, Activation.silu, False)  # 4 warps a tile, 8 parts: groups in turn in phase 1
 SHORT = ExpertShape(3, 3, 256, 256, Activation.silu, False)  # 2 warps a tile, 2 parts: many stages in a ring
+MEET = ExpertShape(4, 4, 128, 256, Activation.silu, False)  # 1 warp a tile: the phases meet with most stages out
 FORM, TOKENS = WeightForm("int4", -1), 16
 
 
@@ -38,13 +39,15 @@ class Both:
         shape: ExpertShape = SHAPE,
         tokens: int = TOKENS,
         short_scales: bool = False,
+        odd_scales: bool = True,
+        edit: tuple[str, str] | None = None,
     ) -> None:
         config = FusedConfig()
         self.shape = shape
         experts = ExactExperts.random(shape, FORM, shape.num_experts, seed=2, short_scales=short_scales)
         if short_scales:
-            experts = with_scales_of_any_size(experts, seed=3)
-        experts = with_exceptions(experts, share, seed=4)
+            experts = with_turned_groups(with_scales_of_any_size(experts, seed=3), 0.3, seed=5)
+        experts = with_exceptions(experts, share, seed=4, scales=odd_scales)
         plain = plain_layout(experts.layout)
         chosen = fused_plan.plan(plain, tokens, config, smem_bytes)
         self.plain = emulated.build(plain, dict(chosen.source.defines), folder)
@@ -52,7 +55,7 @@ class Both:
         chosen = residual_plan.plan(experts.layout, tokens, config, smem_bytes, short_scales)
         defines = self.defines = dict(chosen.source.defines)
         self.max_tokens = chosen.max_tokens
-        self.kernel = emulated.build(experts.layout, defines, folder, source="moe_residual.cu")
+        self.kernel = emulated.build(experts.layout, defines, folder, source="moe_residual.cu", edit=edit)
         assert self.kernel.library.shared_bytes() == chosen.smem_bytes
         self.exact, self.machine = experts.exact(), Machine(experts, folder)
         records = experts.records()
@@ -95,12 +98,30 @@ def test_has_the_bits_of_bf16_under_any_schedule(both: Both) -> None:
         assert torch.equal(both.run(*batch, seed=seed, copies=copies, grid=grid, resident=resident), right)
 
 
-def test_a_short_ring_is_used_again_only_when_it_was_read(folder: Path) -> None:
-    both = Both(folder, SHORT_BYTES, share=0.2, short_scales=True)  # more exceptions than a stage has room for
+FAR_FAULTS = {
+    "none": None,
+    "not noted": ("note = count | (u32)far << 31;", "note = count;"),
+    "not looked at": ("(int)(entry.counts | note.what) < 0", "(int)entry.counts < 0"),
+}
+
+
+@pytest.mark.parametrize("fault", FAR_FAULTS)
+def test_a_short_ring_is_used_again_only_when_it_was_read(folder: Path, fault: str) -> None:
+    """With more exceptions than a stage has room for, which stay in global memory."""
+    both = Both(folder, SHORT_BYTES, share=0.4, odd_scales=False, edit=FAR_FAULTS[fault])
     assert both.defines["PRODUCERS"] == 1
     batch = both.batch(3, seed=3)
     right = both.run_plain(*batch)
-    assert torch.equal(both.run(*batch, seed=3, copies=emulated.LATE, resident=1), right)
+    assert torch.equal(both.run(*batch, seed=3, copies=emulated.LATE, resident=1), right) == (fault == "none")
+
+
+def test_units_with_negative_scales_and_no_exceptions_go_by_weight(folder: Path) -> None:
+    """The groups that `with_turned_groups` turns; a test for exceptions instead is found."""
+    slow = ("(by_weight(entry) || exceptions(entry))", "exceptions(entry)")
+    for edit in (None, slow):
+        both = Both(folder, share=0.0, shape=SHORT, short_scales=True, edit=edit)
+        batch = both.batch(3, seed=3)
+        assert torch.equal(both.run(*batch, seed=3, copies=emulated.LATE), both.run_plain(*batch)) == (edit is None)
 
 
 @pytest.mark.parametrize("smem_bytes", [SMEM_BYTES, SHORT_BYTES])
@@ -115,12 +136,22 @@ def test_groups_that_take_turns_have_the_bits_of_bf16(folder: Path, smem_bytes: 
 
 
 def test_stages_may_come_in_any_order(folder: Path) -> None:
-    """Where the phases meet, a group may wait for a place whose last stage, another group's, is still on its way."""
-    both = Both(folder, shape=SHORT, tokens=1)
-    batch = both.batch(1, seed=5)
-    right = both.run_plain(*batch)
-    for seed in range(100030, 100070):  # three of these had other bits, or did not end
-        assert torch.equal(both.run(*batch, seed=seed, copies=emulated.LATE, grid=1, first_claim=3), right)
+    """Where the phases meet, a group may wait for a place whose last stage, another group's, is still on its way.
+
+    One stage less between what a producer has under way and the places that it has, and some of these end otherwise.
+    """
+    ahead = "#define AHEAD ((TURNS1 - 1) * STAGES1 + TURNS2"
+    for edit in (None, (f"{ahead}) ", f"{ahead} - 1) ")):
+        both = Both(folder, shape=MEET, tokens=1, edit=edit)
+        batch = both.batch(1, seed=5)
+        right, wrong = both.run_plain(*batch), 0
+        for seed in range(100020, 100100):
+            try:
+                y = both.run(*batch, seed=seed, copies=emulated.LATE, grid=1, first_claim=3)
+                wrong += not torch.equal(y, right)
+            except AssertionError:
+                wrong += 1
+        assert (wrong == 0) == (edit is None)
 
 
 def test_reads_nothing_before_the_kernel_ahead_has_ended(both: Both) -> None:

@@ -25,6 +25,9 @@ CHECK = """#if SHARED_BYTES != EXPECTED_SHARED_BYTES
 #if OFF_BARRIER % 8 || OFF_RED_NOTE % 8 || OFF_SOURCE % 4
 #error places
 #endif
+#if MOST_OUT < 8 || MOST_OUT > 32 || MOST_OUT + AHEAD > DEPTH || MOST_BATCH * STAGES1 > 32
+#error stages under way, or of a batch
+#endif
 #if RING_BYTES % 16 || RING_BYTES < 2 * MOST_STAGE_BYTES || MOST_STAGE_BYTES >= (1 << 20)
 #error the ring
 #endif
@@ -46,6 +49,8 @@ def test_the_source_needs_what_the_plan_says(shape: ExpertShape, form: WeightFor
     assert preprocessed(CHECK, chosen.source) == ""
     plain = dict(fused_plan.plan(plain_layout(layout), tokens, FusedConfig(), limit).source.defines)
     values = dict(chosen.source.defines)
+    stages = -(-shape.hidden_size // 1024)
+    assert -(-chosen.most_first_claim // int(values["PRODUCERS"])) * stages <= 32  # a lane has one
     assert [values[name] for name in ("TEAM", "PARTS")] == [plain[name] for name in ("TEAM", "PARTS")]
 
 
