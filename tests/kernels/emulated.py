@@ -198,6 +198,8 @@ def machine(folder: Path) -> Path:
 
 def compile_in(folder: Path, options: list[str]) -> None:
     # A machine that jumps from stack to stack: libc's own check of jumps, on by default in some systems, would end it.
-    command = [cxx(), "-U_FORTIFY_SOURCE", "-std=c++17", "-fPIC", "-w", *options]
+    # And gcc would let all libraries of a process share the shared memory of a template, whose size differs.
+    own = [] if "clang" in Path(cxx()).name else ["-fno-gnu-unique"]
+    command = [cxx(), "-U_FORTIFY_SOURCE", "-std=c++17", "-fPIC", "-w", *own, *options]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,19 @@ def test_jumps_between_stacks_are_not_checked(tmp_path: Path, monkeypatch: pytes
     base = emulated.machine(tmp_path)
     assert b"_longjmp" in (base / "simt.o").read_bytes()
     assert b"__longjmp_chk" not in (base / "simt.o").read_bytes()
+
+
+def test_the_shared_memory_of_a_template_is_each_librarys_own(tmp_path: Path) -> None:
+    """It is a static array there, of another size in each library."""
+    (tmp_path / "room.cpp").write_text(
+        "template <bool T> inline int* room() { static int room[N]; return room; }\n"
+        'extern "C" int* at() { return room<true>(); }\n',
+        encoding="utf-8",
+    )
+    places = []
+    for size in (1, 8):
+        emulated.compile_in(tmp_path, [f"-DN={size}", "-shared", "room.cpp", "-o", f"{size}.so"])
+        library = ctypes.CDLL(str(tmp_path / f"{size}.so"))
+        library.at.restype = ctypes.c_void_p
+        places.append(library.at())
+    assert len(set(places)) == 2
