@@ -42,9 +42,7 @@
 #endif
 #define COMPUTE 16
 #define FINISHERS 2
-#ifndef GRANULE
 #define GRANULE 512    // bytes, of which a stage takes a multiple
-#endif
 #define ROOM_EXCEPTIONS 128   // of a unit, in the mean over a block, that a stage has with it
 #ifndef MOST_CLAIM
 #define MOST_CLAIM 4   // tiles that a producer claims at once
@@ -66,9 +64,7 @@
 #define GROUPS2 (COMPUTE / GROUP2)
 #define WARPS (COMPUTE + PRODUCERS + FINISHERS)
 #define THREADS (WARPS * 32)
-#ifndef RED_BUFFERS
 #define RED_BUFFERS 2
-#endif
 
 #define SLOTS (PRODUCERS * DEPTH)
 #define ARRIVALS (GROUP1 > GROUP2 ? GROUP1 : GROUP2)           // that give a stage back, whatever the phase
