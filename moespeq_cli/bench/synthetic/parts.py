@@ -133,7 +133,10 @@ def build_encodings(
                 gate_up, down = torch.stack([pair[0] for pair in made]), torch.stack([pair[1] for pair in made])
                 for expert_id, record in zip(experts, exact.pack_bf16(gate_up, down), strict=True):
                     pool.tensor(slots[layer_id, expert_id]).copy_(record)
-                codes = quantize(gate_up, DRAFT_FORM, True), quantize(down, DRAFT_FORM, True)
+                codes = (
+                    quantize(gate_up, DRAFT_FORM, short_scales=True),
+                    quantize(down, DRAFT_FORM, short_scales=True),
+                )
                 layout.pack_codes(*codes, out=bank[first : first + len(experts)])
                 if encoder is not None:
                     for i, expert_id in enumerate(experts):
